@@ -25,10 +25,10 @@ echo '#include <linux/userfaultfd.h>' | $${CC:-gcc} -E - >/dev/null 2>&1 || \
 	{ echo "needs the headers of libc and Linux (Debian: apt install libc6-dev)" >&2; exit 2; }
 endef
 
-.PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash docs cluster-faults fuzz peers install clean
+.PHONY: reference demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash docs cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
-	$(BIN)/objectcache demo --out out/demo-timeline.png
+	$(BIN)/objectcache demo --plot out/demo-timeline.png
 
 # an orchestrator in front of two vLLM engines: register, route, fail
 demo-orchestrator: $(STAMP) engines
@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --
 # cores
 test: $(STAMP)
 	$(PYTEST) --hypothesis-profile fast -m "not slow and not environments and not bench_smoke and not engines_full"
-	$(BIN)/objectcache demo --quick --out out/demo-timeline.png
+	$(BIN)/objectcache demo --quick --plot out/demo-timeline.png
 
 # what `test` leaves out, and all examples of properties
 test-slow: $(STAMP) clients engines
@@ -121,6 +121,10 @@ results: $(STAMP) clients engines peers
 # the documents as a site, in out/site, to be read without a network
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# the settings of docs/reference/configuration.md, from the models that check them
+reference: $(STAMP)
+	$(BIN)/python -m tests.docs.reference
 
 # the tables of README.md and docs/design/figures.md, from docs/results
 figures: $(STAMP)

@@ -130,25 +130,13 @@ def headline(results: Json) -> str:
     for name, title in HEADLINE_RATIOS.items():
         ratio = ratio_of(results["aggregate"], name)
         rows.append((title, ratio.get("reason") or written(ratio), GOAL.of(ratio)))
-    firsts = [found for key, found in results["aggregate"]["first_layers"].items() if key.startswith("dram/")]
-    shares = [found["limit_s"] / found["median_s"] for found in firsts]
-    title = "First layer from DRAM: 5 ms and a layer at the raw rate, over its time; worst of all transports"
-    rows.append((title, written(min(shares)), f"1: {verdict(all(found['is_met'] for found in firsts))}"))
     for target in results["engine"]["targets"]:
         if target["what"] in HEADLINE_ENGINES:
             ours = "" if target["ours"] is None else f", {ours_of(target)}"
             title = f"{HEADLINE_ENGINES[target['what']]}; worst at {target['case']}{ours}"
             rows.append((title, written(target["value"]) or NOT_MEASURED, _goal(target["limit"], target)))
-    shared = [
-        target
-        for target in results["scheduler-live"]["live"]["targets"]
-        if target["what"].endswith(": added_ttft_calibrated_over_slack")
-    ]
-    least = min(shared, key=lambda target: target["value"])
-    title = "A shared link: added TTFT of the paper's policy over that of `slack`; worst of three workloads"
-    rows.append((title, written(least["value"]), _goal(least["least"], least)))
-    used = {machine(results[name]): None for name in ("aggregate", "engine", "scheduler-live", "crash")}
-    return as_markdown([Table(("", "seen", "at least"), rows), f"{crash(results['crash'])} ({'; '.join(used)}.)"])
+    used = {machine(results[name]): None for name in ("aggregate", "engine")}
+    return as_markdown([Table(("", "seen", "at least"), rows), f"({'; '.join(used)}.)"])
 
 
 def _goal(limit: float, target: Json) -> str:

@@ -81,8 +81,8 @@ RUNS = {
     "cluster": Run("-m objectcache bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),
-    "calibrate": Run("-m objectcache calibrate", "calibrate.png"),
-    "demo": Run("-m objectcache demo --out out/demo-timeline.png"),
+    "calibrate": Run("-m objectcache calibrate theta", "calibrate.png"),
+    "demo": Run("-m objectcache demo --plot out/demo-timeline.png"),
 }
 
 

@@ -57,7 +57,7 @@ class Placement:
         return np.array([member.weight for member in self.members], dtype=np.float64)
 
     def scores(self, words: _Words) -> npt.NDArray[np.float64]:
-        """Of each key for each member: float64 of shape (keys, members)."""
+        """The score of each key for each member: float64 of shape (keys, members)."""
         mixed = _mixed(_mixed(words)[:, None] ^ self._member_words[None, :])
         uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         return -self._weights / np.log(uniform)

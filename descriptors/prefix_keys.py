@@ -23,7 +23,7 @@ ROOTS = (ROOT, LMCACHE_ROOT)
 """The first part of our chunks' names, and of LMCache's: the second part is the model's label in both."""
 LABEL_CHARACTERS_MAX = 64
 METADATA_CHARACTERS_MAX = 256
-"""Of each value: an S3 object may have 2 KiB of metadata."""
+"""Each value has no more characters: an S3 object may have 2 KiB of metadata."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _PLAIN = "!#$&'()*+,/:;<=>?@[]^_`{|}~-."
 """The characters of metadata that need no percent sign."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from descriptors.messages import SchedulerStatus
 
 CACHES_MAX = 256
-"""Of a status; a client may make more, and the largest are told."""
+"""A status has no more caches; a client may make more, and the largest are told."""
 
 MODELS_MAX = 64
-"""Of a cache; a client may name as many as it has objects."""
+"""A status has no more models of a cache; a client may name as many as it has objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CacheStatus:
 
 
 DELIVERIES_MAX = 64
-"""Of a status."""
+"""A status has no more deliveries."""
 ENDED_MAX = 32
 """Deliveries that have ended are told with those under way: most last some milliseconds."""
 

@@ -7,11 +7,13 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from urllib.parse import unquote
 
 from aiohttp import web
 
+from descriptors.cluster import View
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import HEALTH_NAME, SERVICE_PREFIX
@@ -59,7 +61,15 @@ _log = logging.getLogger(__name__)
 class Gateway:
     """Takes S3 requests and calls the StorageApi. It holds settings, credentials and the budget for documents only."""
 
-    def __init__(self, storage: StorageApi, credentials: CredentialBook, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        storage: StorageApi,
+        credentials: CredentialBook,
+        settings: GatewaySettings,
+        view: Callable[[], View | None] = lambda: None,
+    ) -> None:
+        """`view` gives the members of the cluster that this is a gateway of; None where it is of none."""
+        self._view = view
         self._storage = TimedStorage(storage)
         self._credentials = credentials
         self._settings = settings
@@ -227,7 +237,8 @@ class Gateway:
             "region": self._settings.region,
             "failures": self._failures.told(),
         }
-        body = json.dumps({"gateway": gateway, "storage_servers": [asdict(each) for each in servers]})
+        told = [asdict(each) for each in servers]
+        body = json.dumps({"gateway": gateway, "cluster": _told_of(self._view()), "storage_servers": told})
         return web.Response(body=body.encode(), content_type="application/json")
 
     async def _metrics(self) -> web.Response:
@@ -351,3 +362,21 @@ def _joined_headers(http: web.BaseRequest) -> dict[str, str]:
 
 def _policy_bucket(request: S3Request) -> str:
     return "" if request.bucket == SERVICE_PREFIX else request.bucket
+
+
+def _told_of(view: View | None) -> dict[str, object] | None:
+    """What the status says of a cluster: also of members that do not answer."""
+    if view is None:
+        return None
+    placed = {member.name: member.weight for member in view.placed}
+    whole = sum(placed.values())
+    members = [
+        {
+            "name": member.name,
+            "endpoint": member.endpoint,
+            "key_share": placed.get(member.name, 0.0) / whole,
+            "is_draining": member.is_draining,
+        }
+        for member in view.members
+    ]
+    return {"cluster_id": view.cluster_id, "view": view.number, "members": members}

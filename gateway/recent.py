@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KEPT = 64
-"""Of the server's own failures, and as many of requests that were wrong: who sends wrong ones hides no others."""
+"""So many of the server's own failures are kept, and as many wrong requests: a client that sends wrong ones hides no
+others.
+"""
 NAME_CHARACTERS_MAX = 64
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from descriptors.messages import DOWNLINK_MAX, DOWNLINK_MIN
 from descriptors.units import parse_bytes
 
 BUCKET = "kv-cache"
-"""Of connectors that are told of none."""
+"""The bucket of connectors that are told of none."""
+_log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
@@ -38,6 +40,30 @@ def dataclass_arguments(cls: type[Any], given: Mapping[str, object], enums: Mapp
         name: enum_member(enums[name], value, name) if name in enums else _plain_value(name, value, kinds[name])
         for name, value in given.items()
     }
+
+
+def connector_arguments(
+    cls: type[Any], given: Mapping[str, object], enums: Mapping[str, type[Enum]], promised: Collection[str]
+) -> dict[str, Any]:
+    """Arguments for `cls`, the options of a connector. All but the promised ones are in a table `internals`, for tests
+    and benches; where they stand beside the others, as in former versions, they hold, and the log says where they
+    belong. `lossy` may be the error itself that is accepted. Raises ValueError.
+    """
+    values = dict(given)
+    internals = values.pop("internals", {})
+    if not isinstance(internals, Mapping):
+        raise ValueError(f"internals must be a table, not {internals!r}")
+    bound = values.get("lossy")
+    if isinstance(bound, int | float) and not isinstance(bound, bool):
+        values |= {"lossy": "bounded", "max_error": bound}
+    elif "max_error" in values:
+        _log.warning("the option max_error is the value of lossy now: %r", values["max_error"])
+    if misplaced := sorted(set(internals) & set(promised)):
+        raise ValueError(f"internals: {', '.join(misplaced)} stands beside internals")
+    inner = {field.name for field in fields(cls)} - set(promised) - {"max_error"}
+    for name in sorted(set(values) & inner):
+        _log.warning("the option %s is internals.%s now: no promise holds for it", name, name)
+    return dataclass_arguments(cls, {**internals, **values}, enums)
 
 
 def require_downlink(bytes_per_s: float) -> None:

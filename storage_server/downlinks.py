@@ -26,7 +26,8 @@ ASK_S = 0.25
 """A keeper that takes longer for an answer is not waited for."""
 RENEW_MAX_S = SHARE_S / 2
 RENEWALS_PER_S = 250.0
-"""Of all downlinks together; with more of them each is asked for less often, but every RENEW_MAX_S."""
+"""All downlinks together are asked for so often; with more of them each is asked for less often, but every RENEW_MAX_S.
+"""
 LEAST_BYTES_PER_S = 65_536.0
 """Each delivery goes so fast at least: it holds memory that others need."""
 BURST_S = 0.005
@@ -158,7 +159,7 @@ class Downlinks:
         self.asked_count = 0
         """Shares that keepers were asked for since the start."""
         self.failed_count = 0
-        """Of these, those that were not answered."""
+        """How many of these were not answered."""
 
     @asynccontextmanager
     async def pace(self, agent: RegisteredAgent) -> AsyncIterator[Pace]:

@@ -38,7 +38,7 @@ class Place:
         self._link = link
         self.flow = flow
         self._grant: Grant | None = None
-        self._let_go_count = 0
+        self._dispatched_count = 0
         self._taken_count = 0
         self._changed = asyncio.Event()
         self._early: set[int] = set()
@@ -61,7 +61,7 @@ class Place:
 
     async def wait_to_send(self, index: int) -> None:
         """Wait until payload `index` may be handed to the transport."""
-        await self._until(lambda: self.flow is None or self._let_go_count > index)
+        await self._until(lambda: self.flow is None or self._dispatched_count > index)
 
     def note_sent(self) -> None:
         """The transport has taken the next payload."""
@@ -71,9 +71,9 @@ class Place:
         if self.flow is not None:
             self._link.note_sent(self.flow)
 
-    def let_go(self) -> None:
+    def dispatch(self) -> None:
         """Note that the link lets one more payload go."""
-        self._let_go_count += 1
+        self._dispatched_count += 1
         self._changed.set()
 
     def move_to(self, flow: Flow) -> None:
@@ -98,9 +98,9 @@ class Place:
             self._give_early(index)
 
     def _may_gather(self, index: int, *, is_staged: bool) -> bool:
-        if index > self._let_go_count:
+        if index > self._dispatched_count:
             return False
-        if not is_staged or (index < self._let_go_count and index == self._taken_count):
+        if not is_staged or (index < self._dispatched_count and index == self._taken_count):
             return True
         if self._link.take_early(self):
             self._early.add(index)
@@ -266,7 +266,7 @@ class Link:
         return sum(flow.left_bytes for flow in self._places)
 
     def _replace_schedule(self) -> None:
-        """Build a schedule from the new settings. Payloads that were let go stay let go."""
+        """Build a schedule from the new settings. Payloads that were dispatched stay dispatched."""
         self._schedule = _schedule(self.settings, self._schedule)
         places, self._places = self._places, {}
         for flow, place in places.items():
@@ -290,7 +290,7 @@ class Link:
             change(self._schedule)
             epoch = self._schedule.pool.epoch
             for flow in self._schedule.due(time.monotonic()):
-                self._places[flow].let_go()
+                self._places[flow].dispatch()
             if self._schedule.pool.epoch != epoch:
                 for place in self._places.values():
                     place.check_again()

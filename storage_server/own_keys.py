@@ -74,7 +74,7 @@ class OwnKeys:
         await self.membership.close()
 
     def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Of each key, whether a copy of it here is as good as upstream's."""
+        """Whether a copy of each key here is as good as upstream's."""
         if self.membership.registration_count != self._registration_count:
             self._registration_count = self.membership.registration_count  # others were the keepers for a while
             self._since = None

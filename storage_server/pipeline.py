@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from objectcache.adapters.phases import Phases, delivery_timing
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from storage_server.agents import RegisteredAgent
 from storage_server.compression.budget import ErrorLimits
-from storage_server.compression.forms import reading_of
+from storage_server.compression.forms import Reading, reading_of
 from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.passing import NOTHING, Brought, Passing, PassingRoom
@@ -48,6 +48,7 @@ from storage_server.scheduler.admission import Admission
 from storage_server.scheduler.mode import choose_mode
 from storage_server.scheduler.profiles import compute_s
 from storage_server.settings import StorageSettings
+from storage_server.store.slow_readers import SlowReaders
 from storage_server.tiers.dram import DramTier
 from storage_server.tiers.lent import Chunks, Lent, with_forms
 from storage_server.transport.destination import Destination, Room, Transfer
@@ -149,8 +150,16 @@ async def _abandon(gatherings: Sequence[_Gathering]) -> None:
 class Pipeline:
     """Carries descriptors out over one source of chunks, the DRAM tier before it and one pool of gather threads."""
 
-    def __init__(self, settings: StorageSettings, source: ChunkSource, dram: DramTier, downlinks: Downlinks) -> None:
+    def __init__(
+        self,
+        settings: StorageSettings,
+        source: ChunkSource,
+        dram: DramTier,
+        downlinks: Downlinks,
+        slow_readers: SlowReaders,
+    ) -> None:
         self._downlinks = downlinks
+        self._slow_readers = slow_readers
         self._settings = settings
         self._source = source
         self._dram = dram
@@ -220,7 +229,7 @@ class Pipeline:
             self._source.open_chunks(
                 bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only, reader=reading
             ) as chunks,
-            self._dram.lent(list(chain.from_iterable(chunks)), reading) as lent,
+            self._lent(access_key, list(chain.from_iterable(chunks)), reading) as lent,
         ):
             portion = descriptor.portion
             whole_bytes = layout.delivery_bytes(len(chunks) if portion is None else portion.chunk_count)
@@ -259,6 +268,13 @@ class Pipeline:
                     with coming or nullcontext():
                         arrivals = _Arrivals(coming, passing)
                         return await self._transfer(delivery, plan, table, place, arrivals, note_damage)
+
+    @asynccontextmanager
+    async def _lent(self, access_key: str, extents: list[Extent], reading: Reading | None) -> AsyncIterator[Lent]:
+        """The addresses of what lies in memory. The extents are being read until the block ends."""
+        with self._slow_readers.reading(access_key, extents):
+            async with self._dram.lent(extents, reading) as lent:
+                yield lent
 
     async def _transfer(
         self,

@@ -116,7 +116,7 @@ class EmbeddedStorage:
         make_area = self.ucx.memory.dram_area if self.ucx is not None and settings.ucx_maps_dram else PrivateArea
         self.dram = _tier_of(settings, source, make_area)
         self.downlinks = Downlinks(self.agents.shares, own, peers)
-        self.pipeline = Pipeline(settings, source, self.dram, self.downlinks)
+        self.pipeline = Pipeline(settings, source, self.dram, self.downlinks, self.store.slow_readers)
         self._transfers = ObjectTransfers(
             settings,
             self.store,

@@ -19,7 +19,7 @@ IDS_PER_SLICE: Final = SLOTS * 3 // 4
 SLICE_S: Final = 300.0
 """A slice takes no more ids after so long a time: the first ones would be remembered much longer than they need be."""
 IDS_MAX: Final = 1 << 24
-"""Of all access keys: 9,300 a second for half an hour, and 180 MiB."""
+"""All access keys together have no more ids: 9,300 a second for half an hour, and 180 MiB."""
 KEY_FRACTION: Final = 0.5
 SECRET_BYTES: Final = 16
 
@@ -54,8 +54,8 @@ class _Slice:
 
 
 class UsedIds:
-    """Of all access keys, the ids of the last `remember_s`. Two ids have one fingerprint by chance once in 10^12 ids;
-    nobody can look for such, who does not know the secret.
+    """The ids of the last `remember_s` of all access keys. Two ids have one fingerprint by chance once in 10^12 ids;
+    nobody can look for such who does not know the secret.
     """
 
     def __init__(self, secret: bytes, remember_s: float) -> None:

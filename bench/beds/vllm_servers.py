@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.beds.connector_extra import extra_config
 from bench.beds.kv_peers.install import ENGINES
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.processes import BaselineError, end, free_port, last_words
@@ -198,7 +199,7 @@ def _started(
         transfer = {
             "kv_connector": "ObjectCacheConnector", "kv_connector_module_path": "nixl_client.connectors.vllm",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"endpoint": store.url, "bucket": store.bucket, **extra},
+            "kv_connector_extra_config": extra_config({"endpoint": store.url, "bucket": store.bucket, **extra}),
         }  # fmt: skip
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment |= {"AWS_ACCESS_KEY_ID": store.access_key, "AWS_SECRET_ACCESS_KEY": store.secret_key}

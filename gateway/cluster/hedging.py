@@ -29,7 +29,7 @@ LEAST = 100
 """Waits that must be known before anything counts as slow."""
 REFRESHED_EVERY = 32
 EXTRA_FRACTION = 0.03
-"""Of the delivered bytes, for hedges."""
+"""Hedges take no more than this fraction of the delivered bytes."""
 IN_FLIGHT_BYTES = 1 << 20
 """Bytes of a stopped answer that were on their way besides those that were read: buffers of sockets, and one piece."""
 

@@ -49,7 +49,7 @@ class Members:
         self._placement: Placement | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.hedging = Hedging()
-        """Of the deliveries of this gateway."""
+        """The hedging of this gateway's deliveries."""
         self._paced_agents: OrderedDict[str, None] = OrderedDict()
         membership.on_view(self._take)
 

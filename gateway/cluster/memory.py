@@ -24,7 +24,7 @@ from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
 PACED_FRACTION = 0.1
-"""Of a portion's time: one that has waited longer for links was paced."""
+"""A portion that has waited for links for more than this fraction of its time was paced."""
 STALE_MAX = 4
 """How often one portion takes a later view."""
 NO_BODY = cast(BodySink, None)

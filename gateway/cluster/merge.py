@@ -201,7 +201,7 @@ class Share:
         self._starts = np.concatenate(([0], np.cumsum(slices.sizes[positions])))
         """Where each slice begins among those of the portion in a group, and the last one ends."""
         self._spans: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
-        """Of the windows of a group: those of the next group are the same."""
+        """The spans of the windows of a group: those of the next group are the same."""
 
     def bytes_before(self, window: Window, first_group: int) -> int:
         """How many bytes of the portion, whose body begins with `first_group`, lie before a window."""

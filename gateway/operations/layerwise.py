@@ -39,7 +39,7 @@ from gateway.call import Call
 from objectcache.adapters.response_sink import ResponseSink
 
 KEY_BYTES = 80
-"""Of a key in memory besides its characters, with its places in a tuple and in tables."""
+"""A key takes so many bytes of memory besides its characters, with its places in a tuple and in tables."""
 
 
 async def layerwise(call: Call) -> web.StreamResponse:

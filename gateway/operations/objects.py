@@ -42,7 +42,9 @@ from objectcache.adapters.response_sink import begin_answer
 CHECKSUM_MODE = "x-amz-checksum-mode"
 STEP_BYTES = 128 * KIB
 LEAST_BYTES_PER_S = 64 * KIB
-"""Of an object's bytes, while the client is waited for: what it reads takes room on the disk until it has it."""
+"""A client takes an object's bytes at least so fast while it is waited for: what it reads takes room on the disk until
+it has it.
+"""
 
 
 async def put_object(call: Call) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from descriptors.header_bytes import header_bytes
 FORM_TYPE = "multipart/form-data"
 FILE_FIELD = "file"
 HEAD_BYTES_MAX = 20 << 10
-"""Of the fields before the file, with their headers, and the file's own headers, as in S3."""
+"""The fields before the file, with their headers and the file's own headers, have no more bytes, as in S3."""
 PARTS_MAX = 100
 EMPTY_LINES_MAX = 1000
 CONTENT_TYPE_CHARACTERS_MAX = 512
@@ -113,7 +113,7 @@ class FileReader:
         self._held_bytes = len(boundary) + 5
         self._tail = b""
         self.end_bytes = len(b"\r\n--") + len(boundary) + len(b"--\r\n")
-        """Of what follows the file where it is the last field."""
+        """The bytes that follow the file where it is the last field."""
         self.has_ended = False
 
     def feed(self, data: bytes) -> bytes:

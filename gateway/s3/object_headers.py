@@ -218,7 +218,8 @@ def expiration_header(expiry: tuple[float, str] | None) -> dict[str, str]:
     if expiry is None:
         return {}
     when, rule_id = expiry
-    return {"x-amz-expiration": f'expiry-date="{http_date(when)}", rule-id="{quote(rule_id, safe="")}"'}
+    rule = quote(rule_id, safe="", errors="replace")  # a service upstream may have named it with bytes that are no text
+    return {"x-amz-expiration": f'expiry-date="{http_date(when)}", rule-id="{rule}"'}
 
 
 def http_date(unix_s: float) -> str:

@@ -135,13 +135,13 @@ def step_s(costs: PrefillCosts, work: Work) -> float:
 
 
 def slower(one: PrefillCosts | None, other: PrefillCosts | None) -> PrefillCosts | None:
-    """Of two ranks' costs those of the slower: a step ends with it."""
+    """The costs of the slower of two ranks: a step ends with it."""
     known = [costs for costs in (one, other) if costs is not None]
     return max(known, key=lambda costs: step_s(costs, Work().add(4096, 0)), default=None)
 
 
 def longer(one: DeliveryCosts | None, other: DeliveryCosts | None) -> DeliveryCosts | None:
-    """Of two ranks' load costs those that make a load of 64 MiB take longer."""
+    """Those load costs of two ranks that make a load of 64 MiB take longer."""
 
     def of_64_mib(costs: DeliveryCosts) -> float:
         return costs.request_s + (2**26 / costs.bytes_per_s if costs.bytes_per_s else 0.0)

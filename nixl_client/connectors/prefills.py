@@ -31,7 +31,7 @@ def never_waited() -> float:
 
 
 class Prefills:
-    """Of one model on one device, whose chunks are of `layout`. Used by the thread that runs the model."""
+    """The prefills of one model on one device, whose chunks are of `layout`. Used by the thread that runs the model."""
 
     def __init__(self, layout: ChunkLayout, device: torch.device) -> None:
         self._layout = layout

@@ -27,8 +27,9 @@ class ProtocolViolationError(Exception):
 
 
 class DeliveryState:
-    """State of one request of up to `chunk_count_max` chunks. `chunk_count` and `mode` are None until known. With
-    `check_forms` the request accepts encoded layers: it returns the forms, or raises ProtocolViolationError.
+    """State of one request of `chunk_count_min` to `chunk_count_max` chunks. `chunk_count` and `mode` are None until
+    known. With `check_forms` the request accepts encoded layers: it returns the forms, or raises
+    ProtocolViolationError.
     """
 
     def __init__(
@@ -37,7 +38,10 @@ class DeliveryState:
         layout: ChunkLayout,
         chunk_count_max: int,
         check_forms: Callable[[LayerForms, int], LayerForms] | None = None,
+        *,
+        chunk_count_min: int = 1,
     ) -> None:
+        self._chunk_count_min = chunk_count_min
         self._check_forms = check_forms
         self._told_forms: LayerForms | None = None
         self.request_id = request_id
@@ -124,7 +128,7 @@ class DeliveryState:
 
     def set_shape(self, mode: Mode, chunk_count: int) -> None:
         """Mode and k as the server says them; saying them again must say the same."""
-        if not 1 <= chunk_count <= self._chunk_count_max:
+        if not self._chunk_count_min <= chunk_count <= self._chunk_count_max:
             raise ProtocolViolationError(f"{chunk_count} chunks of {self._chunk_count_max} asked for")
         if (self.mode or mode) is not mode or (self.chunk_count or chunk_count) != chunk_count:
             raise ProtocolViolationError(

@@ -233,7 +233,9 @@ class LayerFetch:
     def _new_state(self) -> DeliveryState:
         descriptor = self.descriptor
         check_forms = None if descriptor.accept is None else partial(checked_forms, descriptor=descriptor)
-        return DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count, check_forms)
+        count = descriptor.chunk_count
+        least = count if descriptor.on_missing is OnMissing.FAIL else 1
+        return DeliveryState(self.request_id, descriptor.layout, count, check_forms, chunk_count_min=least)
 
     # The methods below are for the transports, which call them from their own threads.
 

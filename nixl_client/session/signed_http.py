@@ -27,7 +27,7 @@ from nixl_client.session.shared import Shared
 from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError, bounded, reason_of
 
 ANSWER_BYTES_MAX = 16 * MIB
-"""Of an answer that is read as a whole: the documents of the protocol have no more."""
+"""An answer that is read as a whole has no more bytes: the documents of the protocol have no more."""
 ERROR_BODY_BYTES_MAX = 65_536
 ERROR_ELEMENTS_MAX = 256
 RETRY_AFTER_DIGITS = 6

@@ -30,7 +30,7 @@ IDLE_CONNECTIONS_MAX = 64
 
 
 HEAD_LINES_MAX = 512
-"""Of an answer, with its interim answers."""
+"""The head of an answer has no more lines, with its interim answers."""
 HEAD_BYTES_MAX = MIB
 PIECE_BYTES = 64 * KIB
 _SPEAKS_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")

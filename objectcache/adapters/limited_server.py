@@ -25,9 +25,11 @@ from objectcache.adapters.response_sink import cut
 
 HEADER_COUNT_MAX = 256
 PIECES_MAX = 64
-"""Of a body, in memory."""
+"""A body has no more pieces in memory."""
 FILES_FRACTION = 0.5
-"""Of the open files that the host allows, for connections; the rest is for stored files, engines and peers."""
+"""Connections take no more than this fraction of the open files that the host allows; the rest is for stored files,
+engines and peers.
+"""
 LINGER_S = 3.0
 """The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
 _log = logging.getLogger(__name__)

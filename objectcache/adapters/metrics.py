@@ -29,8 +29,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SHARED_MEMORY = "/dev/shm"
 FILE_BYTES = 1 << 20
-"""Of one kind of metrics in one process. All series that a gateway can have take a quarter, and a container has 64 MiB
-of such memory by default, for all workers.
+"""The file of one kind of metrics of one process has this size. All series that a gateway can have take a quarter, and
+a container has 64 MiB of such memory by default, for all workers.
 """
 
 

@@ -112,7 +112,7 @@ def _load() -> ModuleType:
 
 
 def _cuda_major() -> str:
-    """Of the torch that this process has loaded; empty where there is none, or one without CUDA."""
+    """The CUDA version of the torch that this process has loaded; empty where there is none, or one without CUDA."""
     version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     return str(version or "").partition(".")[0]
 

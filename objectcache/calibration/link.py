@@ -105,7 +105,7 @@ class LinkPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all chunks together."""
         return self.layout.delivery_bytes(self.chunk_count)
 
     def chunks_max(self, point: PaperPoint) -> int:
@@ -168,7 +168,7 @@ def link_row(
 
 
 def rounds_of(link: Row) -> Spread:
-    """Of what the link moves."""
+    """The spread of what the link moves."""
     return spread(max(link["together_bytes_per_s"], link["single_bytes_per_s"], key=median))
 
 

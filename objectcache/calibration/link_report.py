@@ -56,19 +56,6 @@ def link_table(result: Json) -> str:
     return "\n".join([*lines, *(_margin_line(name, link) for name, link in links.items())])
 
 
-def link_entries(result: Json, transport: str) -> dict[str, str | int | float]:
-    """The table `[calibration.link.TRANSPORT]`."""
-    link = result["links"][transport]
-    figures: dict[str, str | int | float] = {**origin_entries(result), "rounds": result["settings"]["runs"]}
-    for name, value, found in (
-        ("", link["bytes_per_s"], asdict(rounds_of(link))),
-        ("margin_", link["margin_bytes_per_s"], link["margins_bytes_per_s"]),
-    ):
-        for part, rate in (("", value), ("low_", found["min"]), ("high_", found["max"])):
-            figures[f"{name}{part}bytes_per_s"] = six_digits(rate)
-    return figures
-
-
 def scheduler_entries(link: Json) -> dict[str, str | int | float | bool]:
     """The table `[scheduler]`."""
     rates = {"link_bytes_per_s": link["bytes_per_s"], "margin_bytes_per_s": link["margin_bytes_per_s"]}

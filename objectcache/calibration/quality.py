@@ -24,7 +24,7 @@ from objectcache.kv_codecs.loss import loss
 IGNORED = -100
 CHUNK_TOKENS = 64
 States = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer keys and values, (batch, KV heads, tokens, head dimension)."""
+"""Keys and values of each layer, (batch, KV heads, tokens, head dimension)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Answers:
 
     @property
     def perplexity(self) -> float:
-        """Of the right tokens."""
+        """The perplexity of the right tokens."""
         return math.exp(float(self.nll.mean()))
 
     @property

@@ -121,8 +121,10 @@ def run_rounds(tasks: Sequence[Task], runs: int, title: str) -> list[Cell]:
 
 
 @contextmanager
-def progress_bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """A bar of `total` steps; call what it gives with the number of steps done since the last call."""
+def progress_bar(total: int | None, title: str) -> Iterator[Callable[[int], None]]:
+    """A bar of `total` steps, or a count where it is None. Call what it gives with the number of steps done since the
+    last call.
+    """
     from tqdm import tqdm
 
     with tqdm(total=total, desc=title, file=sys.stderr, disable=None, leave=False) as bar:

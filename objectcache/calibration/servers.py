@@ -34,7 +34,8 @@ STATUS_PATH = "/_objectcache/scheduler"
 POLL_S = 0.005
 CHANGE_TIMEOUT_S = 10.0
 CHUNKWISE_FRACTION = 1e-6
-"""Of a played link, kept from layer-major requests for chunk-major ones: there is only one request at a time."""
+"""Chunk-major requests keep this fraction of a played link from layer-major ones: there is only one request at a time.
+"""
 
 
 class LocalServerError(Exception):
@@ -203,7 +204,7 @@ def config_text(fixed: FixedConfig, link_bytes_per_s: float | None) -> str:
     text = f"[storage]\ndram_bytes = {fixed.dram_bytes}\n"
     if link_bytes_per_s is None:
         return text
-    text += f'[scheduler]\npolicy = "equal"\nlink_bytes_per_s = {link_bytes_per_s!r}\n'
+    text += f'[scheduler]\nlink_bytes_per_s = {link_bytes_per_s!r}\n[internals.scheduler]\npolicy = "equal"\n'
     gather = "" if fixed.gather_s is None else f"gather_s = {fixed.gather_s!r}\n"
     return f"{text}chunkwise_fraction = {CHUNKWISE_FRACTION!r}\n{gather}"
 

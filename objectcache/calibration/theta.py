@@ -118,8 +118,9 @@ def smoke_plan(runs: int) -> CalibrationPlan:
 
 
 def costs(points: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Of points of one transport and state, for each order: seconds for each request, chunk and layer, bytes/s for the
-    rest; `error` is the median relative error. Raises ValueError where the times do not grow with the bytes.
+    """The costs of each order that fit points of one transport and state: seconds for each request, chunk and layer,
+    bytes/s for the rest; `error` is the median relative error. Raises ValueError where the times do not grow with the
+    bytes.
     """
     chunk, layer = list[Terms](), list[Terms]()
     for point in points:

@@ -1,11 +1,11 @@
-"""`objectcache calibrate --link`: the rate of the link, and the margin that a rate needs over r*."""
+"""`objectcache calibrate link`: the rate of the link, and the margin that a rate needs over r*."""
 
 from __future__ import annotations
 
 import argparse
 
 from objectcache.calibration.link import LinkPlan
-from objectcache.calibration.link_report import link_entries, link_result, link_table, plot_links, scheduler_entries
+from objectcache.calibration.link_report import link_result, link_table, plot_links, scheduler_entries
 from objectcache.calibration.measure import measure_links
 from objectcache.calibration.origin import describe_origin
 from objectcache.cli.calibrate_run import (
@@ -22,7 +22,7 @@ from objectcache.cli.calibrate_run import (
     write_json,
 )
 from objectcache.cli.config_file import check_edit, edit_file
-from objectcache.cli.config_text import table_lines, with_link
+from objectcache.cli.config_text import table_lines, with_values
 
 
 def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
@@ -33,7 +33,7 @@ def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
     target = target_of(options)
     if target is not None:  # before the minutes of measuring
         values = {"link_bytes_per_s": 1.0, "margin_bytes_per_s": 0.0}
-        check_edit(target, lambda text: with_link(text, options.transport, values, {"rounds": 1}))
+        check_edit(target, lambda text: with_values(text, "scheduler", values))
     origin = describe_origin()
     try:
         found = measure_links(plan, transports_of(options), where_of(options, config))
@@ -50,14 +50,10 @@ def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
     first, *others = result["links"]
     scheduler = scheduler_entries(result["links"][first])
     if target is not None:
-        entries = link_entries(result, first)
-        edit_file(target, lambda text: with_link(text, first, scheduler, entries))
-        print(f"\n{target}: [scheduler] and [calibration.link.{first}] are written")
-        return DONE
-    lines = [] if others else [*table_lines(("scheduler",), scheduler), ""]
-    for transport in (first, *others):
-        lines += [*table_lines(("calibration", "link", transport), link_entries(result, transport)), ""]
-    print_unwritten(lines)
-    if others:
-        print("and, with --transport, [scheduler] with that one's figures")
+        edit_file(target, lambda text: with_values(text, "scheduler", scheduler))
+        print(f"\n{target}: [scheduler] is written")
+    elif others:
+        print("\nnothing was written; name the --transport whose figures [scheduler] shall have")
+    else:
+        print_unwritten(table_lines(("scheduler",), scheduler))
     return DONE

@@ -1,4 +1,4 @@
-"""`objectcache calibrate --model`: the cost of a model's prefill here, for descriptors that state no compute times."""
+"""`objectcache calibrate model`: the cost of a model's prefill here, for descriptors that state no compute times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from descriptors.recompute import PrefillCosts
 from objectcache.calibration.compute.cost_model import Fit, Profile, compute_profile
-from objectcache.calibration.compute.layer import Device, Dtype, is_present
+from objectcache.calibration.compute.layer import Dtype, present_device
 from objectcache.calibration.compute.measure import (
     ComputePlan,
     compute_plan,
@@ -21,15 +21,14 @@ from objectcache.calibration.compute.shapes import shape
 from objectcache.calibration.origin import describe_origin
 from objectcache.cli.calibrate_run import (
     DONE,
-    WRONG_USE,
     config_of,
     failure,
     print_unwritten,
     target_of,
     write_json,
 )
-from objectcache.cli.config import ComputeProfileConfig
 from objectcache.cli.config_file import check_edit, edit_file
+from objectcache.cli.config_tables import ComputeProfileConfig
 from objectcache.cli.config_text import entry_lines, with_profile
 
 SEED = 1
@@ -38,13 +37,10 @@ DTYPE = Dtype.BFLOAT16
 
 
 def calibrate_model(options: argparse.Namespace, runs: int) -> int:
-    """The exit status: 0 done; 1 could not be measured; 2 no such device here. Raises ConfigError."""
+    """The exit status: 0 done; 1 could not be measured. Raises ConfigError."""
     config = config_of(options)
     target = target_of(options)
-    device = Device(options.device)
-    if not is_present(device):
-        failure("torch sees no CUDA device here")
-        return WRONG_USE
+    device = present_device()
     model = shape(options.model)
     if target is not None:  # before the minutes of measuring
         nothing = compute_profile(model, Fit(PrefillCosts(0.0, 0.0, 0.0), ()), options.hit_rate)

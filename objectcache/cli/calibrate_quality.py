@@ -1,4 +1,4 @@
-"""`objectcache calibrate --quality`: what codecs change in a model's answers; and the codecs' part of `--tiers`."""
+"""`objectcache calibrate quality`: what codecs change in a model's answers, and how fast they are decoded."""
 
 from __future__ import annotations
 
@@ -112,11 +112,12 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from objectcache.calibration.compute.layer import present_device
     from objectcache.calibration.quality import text_quality
 
     model = AutoModelForCausalLM.from_pretrained(options.quality, dtype=torch.float32)
     model.train(False)
-    model.to(options.device)
+    model.to(torch.device(present_device().value))  # type: ignore[arg-type]  # what transformers says of itself
     tokenizer = AutoTokenizer.from_pretrained(options.quality)
     tokens = SMOKE_TOKENS if options.smoke else CONTEXT_TOKENS + QUESTION_TOKENS
     count = SMOKE_TEXTS if options.smoke else TEXTS_MAX
@@ -148,10 +149,8 @@ def _row(codec: Codec, answers: Any, made: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def texts_problem(texts: Path | None, content_class: str | None) -> str | None:
+def texts_problem(texts: Path, content_class: str | None) -> str | None:
     """The problem of the options; None where there is none."""
     if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
         return f"--class has {CONTENT_CLASS_RULE}"
-    if texts is None:
-        return "--quality needs --texts FILE: text of the kind that the model is asked about"
     return None if texts.is_file() else f"{texts}: no such file"

@@ -29,7 +29,7 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def target_of(options: argparse.Namespace) -> Path | None:
     """The file to be edited; None where the result is only printed."""
-    target: Path | None = None if options.dry_run or options.smoke else options.config
+    target: Path | None = None if options.smoke else options.config
     return target
 
 

@@ -10,7 +10,7 @@ from objectcache.calibration.chunks import state_of_warm
 from objectcache.calibration.measure import measure
 from objectcache.calibration.origin import describe_origin
 from objectcache.calibration.samples import State
-from objectcache.calibration.text import origin_entries, six_digits
+from objectcache.calibration.text import six_digits
 from objectcache.calibration.theta import CalibrationPlan
 from objectcache.calibration.theta_report import conclude, plot, table
 from objectcache.cli.calibrate_quality import CODECS, codecs_table, decode_rates
@@ -28,8 +28,9 @@ from objectcache.cli.calibrate_run import (
     write_json,
 )
 from objectcache.cli.config import Config
+from objectcache.cli.config_compression import CompressionPolicy
 from objectcache.cli.config_file import check_edit, edit_file
-from objectcache.cli.config_text import table_lines, with_calibration, with_table, with_values
+from objectcache.cli.config_text import table_lines, with_table, with_values
 
 
 def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
@@ -37,7 +38,7 @@ def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
     config = config_of(options)
     target = target_of(options)
     if target is not None:  # before the minutes of measuring
-        check_edit(target, lambda text: with_calibration(text, 1, {"rounds": 1}))
+        check_edit(target, lambda text: with_values(text, "storage", {"theta_bytes": 1}))
     try:
         result = _measured(options, plan, config)
     except FAILURES as error:
@@ -48,20 +49,20 @@ def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
     write_json(options, result)
     if options.plot is not None:
         plot(result, options.plot)
-    theta_bytes, found = result["theta"]["theta_bytes"], calibration_table(result)
-    tiers = tiers_of(result["costs"]) if options.tiers else {}
-    codecs = codecs_table(config, {}, decode_rates(5)) if options.tiers else {}
+    storage = {"theta_bytes": result["theta"]["theta_bytes"]}
+    is_compressing = config.compression.policy is not CompressionPolicy.OFF
+    tiers = tiers_of(result["costs"]) if is_compressing else {}
+    codecs = codecs_table(config, {}, decode_rates(5)) if is_compressing else {}
     if target is not None:
-        edit_file(target, lambda text: with_calibration(text, theta_bytes, found))
-        print(f"\n{target}: theta_bytes and [calibration] are written")
-        if options.tiers:
+        edit_file(target, lambda text: with_values(text, "storage", storage))
+        print(f"\n{target}: theta_bytes is written")
+        if is_compressing:
             edit_file(target, lambda text: with_values(text, "compression", tiers))
             edit_file(target, lambda text: with_table(text, CODECS, codecs))
             print(f"{target}: the rates of [compression] are written")
     else:
-        storage = [*table_lines(("storage",), {"theta_bytes": theta_bytes}), ""]
-        compression = [*table_lines(("compression",), {**tiers, "codecs": codecs}), ""] if options.tiers else []
-        print_unwritten([*storage, *compression, *table_lines(("calibration",), found)])
+        compression = ["", *table_lines(("compression",), {**tiers, "codecs": codecs})] if is_compressing else []
+        print_unwritten([*table_lines(("storage",), storage), *compression])
     return DONE
 
 
@@ -78,24 +79,6 @@ def tiers_of(costs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if rates:
             found[name] = six_digits(max(rates))
     return found
-
-
-def calibration_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under `[calibration]`."""
-    theta = result["theta"]
-    table: dict[str, Any] = {
-        **origin_entries(result),
-        "rounds": result["settings"]["runs"],
-        "theta_low_bytes": theta["low_bytes"],
-        "theta_high_bytes": theta["high_bytes"],
-        "theta_side": theta["side"],
-    }
-    for each in result["costs"]:
-        table.setdefault(each["state"], {})[each["transport"]] = {
-            order: {name: six_digits(value) for name, value in each[order].items() if name != "error"}
-            for order in ("chunk_major", "layer_major")
-        }
-    return table
 
 
 def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config) -> dict[str, Any] | str:

@@ -22,7 +22,10 @@ from objectcache.adapters.etcd import Etcd
 from objectcache.adapters.etcd_membership import EtcdMembership
 from objectcache.adapters.membership import FileMembership, Membership, MembershipError
 from objectcache.adapters.mpi_membership import MpiMembership
-from objectcache.cli.config import ClusterConfig, Config, ConfigError
+from objectcache.cli.config import Config, ConfigError
+from objectcache.cli.config_tables import ClusterConfig
+from objectcache.cli.remote import remote_options
+from objectcache.cli.status import run_cluster_status
 from storage_server.agents import RegisteredAgent
 from storage_server.own_keys import OwnKeys
 from storage_server.settings import StorageSettings, Write
@@ -62,18 +65,30 @@ def add_membership(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adopt(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -> None:
-    """Add `objectcache cluster`."""
-    cluster = commands.add_parser(
-        "cluster",
-        help="repair the membership of a storage server",
-        usage="%(prog)s adopt --data DIR",
-        description="After etcd was rebuilt a storage server refuses to start, because its cluster is not there any "
-        "more. `adopt` has its next start take the cluster that it finds.",
+    """Add `objectcache cluster` and its own commands."""
+    cluster = commands.add_parser("cluster", help="show a cluster, or repair the membership of a storage server")
+    actions = cluster.add_subparsers(required=True, metavar="COMMAND")
+    status = actions.add_parser(
+        "status",
+        help="say who is in the cluster, and who answers",
+        usage="%(prog)s [URL] [options]",
+        description="Ask a gateway for the members of its cluster: where each is, which part of the keys it keeps, and "
+        "how it does. The key must be one of all buckets.",
         parents=parents,
     )
-    cluster.add_argument("action", choices=["adopt"])
-    cluster.add_argument("--data", type=Path, required=True, metavar="DIR", help="of the storage server")
-    cluster.set_defaults(command=lambda options: adopt(options.data))
+    status.add_argument("url", nargs="?", metavar="URL", help="of a gateway; the same as --endpoint")
+    remote_options(status)
+    status.set_defaults(command=run_cluster_status)
+    repair = actions.add_parser(
+        "adopt",
+        help="have a storage server join the cluster that is there now",
+        usage="%(prog)s --data DIR",
+        description="After etcd was rebuilt a storage server refuses to start, because its cluster is not there any "
+        "more. This has its next start take the cluster that it finds.",
+        parents=parents,
+    )
+    repair.add_argument("--data", type=Path, required=True, metavar="DIR", help="of the storage server")
+    repair.set_defaults(command=lambda options: adopt(options.data))
 
 
 class MemberPeers:
@@ -135,7 +150,7 @@ def own_keys(options: argparse.Namespace, config: Config, settings: StorageSetti
         raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
     if settings.upstream.write is Write.BACK:
         raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
-    membership = membership_of(options.cluster, config.cluster, options.data)
+    membership = membership_of(options.cluster, config, options.data)
     name = options.name or (f"rank-{membership.rank}" if isinstance(membership, MpiMembership) else "")
     return OwnKeys(membership, name, options.weight)
 
@@ -152,20 +167,21 @@ def storage_of_gateway(
     """One storage server, or a cluster. Raises ConfigError."""
     tls = None
     if options.peer_ca is not None:
-        tls = peer_tls(options.peer_ca, options.peer_certificate, options.peer_key)
-    elif options.peer_certificate is not None or options.peer_key is not None:
-        raise ConfigError("--peer-certificate and --peer-key need --peer-ca")
+        tls = peer_tls(options.peer_ca, options.peer_certificate)
+    elif options.peer_certificate is not None:
+        raise ConfigError("--peer-certificate needs --peer-ca")
     if options.cluster is None:
         return RemoteStorage(options.storage, secrets, tls=tls)
-    membership = membership_of(options.cluster, config.cluster)
+    membership = membership_of(options.cluster, config)
     return ClusterStorage(
         Members(membership, lambda endpoint: RemoteStorage(endpoint, secrets, lambda: membership.view.id, tls))
     )
 
 
-def peer_tls(ca: Path, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+def peer_tls(ca: Path, certificate: Path | None, key: Path | None = None) -> ssl.SSLContext:
     """The context in which storage servers are spoken to over https: it trusts `ca` alone, so names in certificates
-    need not fit addresses; the certificate is shown to servers that ask for one. Raises ConfigError.
+    need not fit addresses; the certificate, whose key is in the same file or in `key`, is shown to servers that ask
+    for one. Raises ConfigError.
     """
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -183,11 +199,12 @@ def add_peer_tls(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-ca", type=Path, metavar="FILE", help="PEM: what https storage servers are trusted by, and nothing else"
     )
-    parser.add_argument("--peer-certificate", type=Path, metavar="FILE", help="PEM, for servers that ask for one")
-    parser.add_argument("--peer-key", type=Path, metavar="FILE", help="PEM")
+    parser.add_argument(
+        "--peer-certificate", type=Path, metavar="FILE", help="PEM with its key, for servers that ask for one"
+    )
 
 
-def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None) -> Membership:
+def membership_of(text: str, config: Config, data_dir: Path | None = None) -> Membership:
     """`file:PATH`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`, or `etcds://…` over TLS, or `mpi`. A storage server keeps the
     id of its cluster in `data_dir`. Raises ConfigError.
     """
@@ -199,11 +216,12 @@ def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileMembership(Path(rest.removeprefix("//")))
-    etcd, prefix = etcd_of("--cluster", text, config, f"{MPI}, file:PATH, ")
+    etcd, prefix = etcd_of("--cluster", text, config.cluster, f"{MPI}, file:PATH, ")
+    lease_s = config.internals.cluster.lease_s
     if data_dir is None:
-        return EtcdMembership(etcd, prefix, config.lease_s)
+        return EtcdMembership(etcd, prefix, lease_s)
     file = data_dir / ID_FILE
-    return EtcdMembership(etcd, prefix, config.lease_s, known_id(file), lambda found: write_id(file, found))
+    return EtcdMembership(etcd, prefix, lease_s, known_id(file), lambda found: write_id(file, found))
 
 
 def etcd_of(option: str, text: str, config: ClusterConfig, others: str = "") -> tuple[Etcd, str]:

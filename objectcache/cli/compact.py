@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from descriptors.errors import ObjectCacheError
+from objectcache.calibration.samples import progress_bar
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.upkeep.compaction import Tally
@@ -49,6 +50,14 @@ async def _compact(settings: StorageSettings) -> Tally:
     store = EmbeddedStore(settings)
     try:
         await store.start()
-        return await store.compactor.compact()
+        with progress_bar(None, "segments rewritten") as advance:
+            seen = 0
+
+            def count(tally: Tally) -> None:
+                nonlocal seen
+                advance(tally.segments_read - seen)
+                seen = tally.segments_read
+
+            return await store.compactor.compact(on_job=count)
     finally:
         store.close()

@@ -8,41 +8,43 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import secrets
 import string
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError
 
 from descriptors.peer_auth import PeerSecrets
-from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
-from gateway.s3.routing import Operation
 from objectcache.adapters.interfaces import LOOPBACK
 from objectcache.cli.config_compression import CompressionConfig
 from objectcache.cli.config_errors import told, unquoted
+from objectcache.cli.config_former import renewed
+from objectcache.cli.config_internals import InternalsConfig, said
+from objectcache.cli.config_memory import document_pools, landing_bytes, storage_pools
 from objectcache.cli.config_orchestrator import ApiKeyConfig, EngineConfig, OrchestratorConfig
+from objectcache.cli.config_tables import (
+    BucketConfig,
+    ClusterConfig,
+    ComputeProfileConfig,
+    CredentialConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    StorageConfig,
+    TenantConfig,
+    UpstreamConfig,
+    twice_in,
+)
 from objectcache.cli.config_values import ConfigError as ConfigError
-from objectcache.cli.config_values import Model, Rate, Size
-from storage_server.eviction.choice import Eviction
-from storage_server.scheduler.flow import Tenant
-from storage_server.scheduler.policies import Policy
-from storage_server.scheduler.pool import PoolSettings
-from storage_server.scheduler.profiles import ComputeProfile
+from objectcache.cli.config_values import Model
 from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.settings import (
-    CacheSettings,
-    ColdReads,
-    Dedup,
-    RemoteDramSettings,
     StorageSettings,
     UpstreamSettings,
     Write,
@@ -53,304 +55,7 @@ PEER_SECRET_BYTES = 32
 KEYS_TOLD = 8
 """A message names no more access keys than these."""
 PEER_SECRETS_MAX = 8
-UPSTREAM_VARIABLES = {
-    "access_key": "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID",
-    "secret_key": "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY",
-    "region": "OBJECTCACHE_UPSTREAM_REGION",
-}
-ACTIONS = sorted({operation.action for operation in Operation})
-TransportName = Literal["shm", "ucx", "http"]
-
-
-class CredentialConfig(Model):
-    """One `[[credentials]]` table."""
-
-    access_key: Annotated[str, Field(min_length=3, max_length=128, pattern=r"^[\w.-]+$")]
-    secret_key: Annotated[str, Field(min_length=8, max_length=128)]
-    buckets: tuple[str, ...] = ("*",)
-    actions: tuple[str, ...] = ("*",)
-
-    @field_validator("actions")
-    @classmethod
-    def _has_known_actions(cls, actions: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in actions:
-            if not any(fnmatchcase(action, pattern) for action in ACTIONS):
-                near = difflib.get_close_matches(pattern, ACTIONS, 1, 0.5)
-                remedy = f"did you mean {near[0]}?" if near else "actions are named as in S3, such as GetObject or Put*"
-                raise ValueError(f"{pattern!r} is no action; {remedy}")
-        return actions
-
-
-class GatewayConfig(Model):
-    """The `[gateway]` table."""
-
-    region: str = "us-east-1"
-    domains: tuple[str, ...] = ()
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    body_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    header_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    keepalive_timeout_s: Annotated[float, Field(gt=0)] = 75.0
-    send_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    connections_max: Annotated[int, Field(gt=0)] = 16_384
-    document_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    allows_sigv2: bool = True
-    document_bytes: Annotated[Size, Field(gt=0)] = 256 * MIB
-    document_key_bytes: Annotated[Size, Field(gt=0)] = 64 * MIB
-    metrics_token: Annotated[str, Field(min_length=16, max_length=256, pattern=r"^[A-Za-z0-9._~+/-]+=*$")] | None = None
-
-
-class StorageConfig(Model):
-    """The `[storage]` table; sizes in bytes. Unset values keep the defaults of StorageSettings."""
-
-    theta_bytes: Size | None = None
-    aggregation_bytes: Size | None = None
-    staging_bytes: Size | None = None
-    window_bytes: Size | None = None
-    direct_payload_bytes: Size | None = None
-    dram_bytes: Size | None = None
-    cold_reads: ColdReads | None = None
-    deliveries_max: int | None = None
-    agents_max: int | None = None
-    open_files_max: int | None = None
-    resolved_keys_max: int | None = None
-    resolved_bytes_max: Annotated[Size, Field(ge=0)] | None = None
-    object_bytes_max: Size | None = None
-    packed_bytes_max: Size | None = None
-    buffer_bytes: Size | None = None
-    rdma_buffer_bytes: Annotated[Size, Field(ge=0)] | None = None
-    durability: Durability | None = None
-    compact_interval_s: Annotated[float, Field(ge=0)] | None = None
-    compact_live_fraction_max: float | None = None
-    compact_bytes_per_s: Rate | None = None
-    dedup: Dedup | None = None
-    dedup_bytes_per_s: Rate | None = None
-    lifecycle_interval_s: Annotated[float, Field(gt=0)] | None = None
-    lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
-    gather_threads: int | None = None
-    stall_timeout_s: float | None = None
-    least_bytes_per_s: Annotated[Rate, Field(ge=0)] | None = None
-    ucx: bool | tuple[str, ...] | None = None
-    ucx_maps_dram: bool | None = None
-    shm: bool | tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...] | None = None
-    disk_bytes: Size | None = None
-    eviction: Eviction | None = None
-
-
-class BucketConfig(Model):
-    """One `[[buckets]]` table: a bucket that is a cache."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
-    capacity_bytes: Size | None = None
-    eviction: Eviction = Eviction.REUSE_VALUE
-    ttl_s: Annotated[float, Field(gt=0)] | None = None
-    lossy: Literal["off", "replace"] = "off"
-    max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-    def cache(self) -> CacheSettings:
-        """The settings. Raises ValueError."""
-        replaces = self.lossy == "replace"
-        return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s, replaces, self.max_error)
-
-
-class SchedulerConfig(Model):
-    """The `[scheduler]` table; rates in bytes/s. Unset values keep the defaults of SchedulerSettings."""
-
-    link_bytes_per_s: Rate | None = None
-    policy: Literal["slack", "equal", "kv-prop", "bw-prop", "stall-opt", "calibrated"] = "slack"
-    rates: Literal["held", "work-conserving"] = "held"
-    margin_bytes_per_s: Annotated[Rate, Field(ge=0, le=1e15)] | None = None
-    epoch_s_max: Annotated[float, Field(gt=0, le=3600)] | None = None
-    gather_s: Annotated[float, Field(ge=0, le=10)] | None = None
-    chunkwise_fraction: float | None = None
-    chunkwise_deliveries_max: int | None = None
-    queued_bytes_max: Size | None = None
-
-    def settings(self, tenants: Sequence[TenantConfig], profiles: Sequence[ComputeProfileConfig]) -> SchedulerSettings:
-        """The settings of the scheduler. Raises ValueError."""
-        if twice := _twice(each.access_key for each in tenants):
-            raise ValueError(f"tenants: {twice} appears twice")
-        of_pool = {"policy", "rates", "margin_bytes_per_s", "epoch_s_max", "gather_s"}
-        pool = PoolSettings(
-            policy=None if self.policy == "slack" else Policy(self.policy),
-            is_work_conserving=self.rates == "work-conserving",
-            **self.model_dump(include=of_pool - {"policy", "rates"}, exclude_none=True),
-        )
-        return SchedulerSettings(
-            pool=pool,
-            tenants={each.access_key: each.tenant() for each in tenants},
-            profiles=tuple(ComputeProfile(**each.model_dump()) for each in profiles),
-            **self.model_dump(exclude=of_pool, exclude_none=True),
-        )
-
-
-class RemoteDramConfig(Model):
-    """The `[upstream.remote_dram]` table: memory that hosts put together in a Mooncake Store."""
-
-    endpoint: str
-    host: str | None = None
-    segment_bytes: Annotated[Size, Field(ge=0)] | None = None
-    protocol: str | None = None
-    devices: str | None = None
-    namespace: str | None = None
-
-
-class UpstreamConfig(Model):
-    """The `[upstream]` table: the S3 service in front of which this server stands. The account may also come from the
-    environment.
-    """
-
-    endpoint: str | None = None
-    access_key: str | None = None
-    secret_key: str | None = None
-    region: str | None = None
-    connect_timeout_s: Annotated[float, Field(gt=0, le=60)] | None = None
-    read_timeout_s: Annotated[float, Field(gt=0, le=600)] | None = None
-    connections_max: Annotated[int, Field(gt=1, le=4096)] | None = None
-    fetches_max: Annotated[int, Field(gt=0, le=4096)] | None = None
-    uploads_max: Annotated[int, Field(gt=0, le=4096)] | None = None
-    landing_bytes: Annotated[Size, Field(ge=0)] | None = None
-    write: Write | None = None
-    chunk_revalidate_s: Annotated[float, Field(ge=0)] | None = None
-    poll_s: Annotated[float, Field(ge=0.01, le=3600)] | None = None
-    read_bytes_per_s: Annotated[Rate, Field(ge=1)] | None = None
-    segment_body_bytes_max: Annotated[Size, Field(ge=0)] | None = None
-    remote_dram: RemoteDramConfig | None = None
-
-    def settings(self, environment: Mapping[str, str]) -> UpstreamSettings | None:
-        """The settings; None where no upstream service is named. Raises ConfigError."""
-        said = self.model_dump(exclude_none=True)
-        if "endpoint" not in said:
-            if said:
-                raise ConfigError("[upstream]: endpoint: missing")
-            return None
-        endpoint = str(said["endpoint"])
-        if not endpoint.startswith(("http://", "https://", "file:")):
-            remedy = f"; for a directory that servers share: file://{endpoint}" if endpoint.startswith("/") else ""
-            raise ConfigError(f"[upstream]: endpoint {endpoint}: must be http(s)://HOST:PORT or file:///PATH{remedy}")
-        for name, variable in UPSTREAM_VARIABLES.items():
-            if name not in said and environment.get(variable):
-                said[name] = environment[variable]
-        wanted = () if endpoint.startswith("file:") else ("access_key", "secret_key")
-        missing = [name for name in wanted if name not in said]
-        if missing:
-            names = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
-            raise ConfigError(f"[upstream]: {names}: missing")
-        remote = said.pop("remote_dram", None)
-        try:
-            return UpstreamSettings(**said, remote_dram=None if remote is None else RemoteDramSettings(**remote))
-        except ValueError as error:
-            raise ConfigError(f"[upstream]: {error}") from None
-
-
-class TenantConfig(Model):
-    """One `[[tenants]]` table: an access key's part of the link, and the loss of what it gets: the greatest error of a
-    chunk, and the mean of all.
-    """
-
-    access_key: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    bytes_per_s_max: Annotated[Rate, Field(ge=1)] | None = None
-    priority: Annotated[int, Field(ge=0, le=7)] = 0
-    max_error: Annotated[float, Field(ge=0)] | None = None
-    error_budget: Annotated[float, Field(ge=0)] | None = None
-
-    def tenant(self) -> Tenant:
-        """The tenant, for the scheduler."""
-        return Tenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
-
-
-class ComputeProfileConfig(Model):
-    """One `[[compute_profiles]]` table: the cost of a model's prefill, for descriptors that state no compute time."""
-
-    name: str
-    num_layers: Annotated[int, Field(ge=1, le=1024)]
-    token_layer_bytes: Annotated[Size, Field(ge=1)]
-    request_us: Annotated[float, Field(ge=0, le=3.6e9)]
-    token_us: Annotated[float, Field(ge=0, le=3.6e9)]
-    token_pair_us: Annotated[float, Field(ge=0, le=3.6e9)]
-    hit_rate: Annotated[float, Field(ge=0.001, le=1)]
-
-
-class CostsConfig(Model):
-    """The costs of a delivery: seconds for each request, chunk and layer, and bytes/s for the rest."""
-
-    request_s: Annotated[float, Field(ge=0)]
-    chunk_s: Annotated[float, Field(ge=0)]
-    layer_s: Annotated[float, Field(ge=0)]
-    bytes_per_s: Annotated[Rate, Field(gt=0)]
-
-
-class TransportCostsConfig(Model):
-    """The costs of one transport in either order."""
-
-    chunk_major: CostsConfig
-    layer_major: CostsConfig
-
-
-class LinkCalibrationConfig(Model):
-    """The rate of one transport and the margin it needs, each with the least and the greatest measured value; in
-    bytes/s.
-    """
-
-    measured_at: str
-    machine: str
-    commit: str = ""
-    rounds: Annotated[int, Field(gt=0)]
-    bytes_per_s: Annotated[Rate, Field(gt=0)]
-    low_bytes_per_s: Annotated[Rate, Field(gt=0)]
-    high_bytes_per_s: Annotated[Rate, Field(gt=0)]
-    margin_bytes_per_s: Annotated[Rate, Field(ge=0)]
-    margin_low_bytes_per_s: Annotated[Rate, Field(ge=0)]
-    margin_high_bytes_per_s: Annotated[Rate, Field(ge=0)]
-
-
-class CalibrationConfig(Model):
-    """The `[calibration]` table, which `objectcache calibrate` writes: the measurements behind Theta, the costs by
-    state of the chunks and by transport, and the links by transport. Theta or the links may be absent.
-    """
-
-    measured_at: str | None = None
-    machine: str | None = None
-    commit: str = ""
-    rounds: Annotated[int, Field(gt=0)] | None = None
-    theta_low_bytes: Annotated[Size, Field(ge=0)] | None = None
-    theta_high_bytes: Annotated[Size, Field(ge=0)] | None = None
-    theta_side: Literal["between", "below_all", "above_all"] | None = None
-    dram: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
-    page_cache: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
-    cold: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
-    link: dict[TransportName, LinkCalibrationConfig] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _has_all_of_theta_or_none(self) -> Self:
-        wanted = {"measured_at", "machine", "rounds", "theta_low_bytes", "theta_high_bytes", "theta_side"}
-        missing = sorted(wanted - self.model_fields_set)
-        if missing and self.model_fields_set - {"link"}:
-            raise ValueError(f"{', '.join(missing)}: missing")
-        return self
-
-
-class ClusterConfig(Model):
-    """The `[cluster]` table: how etcd is reached, and how long its leases are."""
-
-    etcd_user: str | None = None
-    etcd_password_file: Path | None = None
-    etcd_ca: Path | None = None
-    etcd_certificate: Path | None = None
-    etcd_key: Path | None = None
-    lease_s: Annotated[int, Field(ge=2, le=600)] = 10
-
-    def account(self) -> tuple[str, str] | None:
-        """etcd's user and password; None without a user. Raises ConfigError."""
-        if (self.etcd_user is None) != (self.etcd_password_file is None):
-            raise ConfigError("[cluster]: etcd_user and etcd_password_file go together")
-        if self.etcd_user is None or self.etcd_password_file is None:
-            return None
-        try:
-            return self.etcd_user, self.etcd_password_file.read_text().rstrip("\n")
-        except OSError as error:
-            raise ConfigError(f"[cluster]: etcd_password_file: {error.strerror}") from None
+_log = logging.getLogger(__name__)
 
 
 class Config(Model):
@@ -369,25 +74,30 @@ class Config(Model):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     engines: tuple[EngineConfig, ...] = ()
     api_keys: tuple[ApiKeyConfig, ...] = ()
-    calibration: CalibrationConfig | None = None
+    internals: InternalsConfig = InternalsConfig()
 
     def gateway_settings(self) -> GatewaySettings:
         """The settings of a gateway. Raises ConfigError when sizes do not fit each other."""
         try:
-            return GatewaySettings(**self.gateway.model_dump(exclude={"tls_certificate", "tls_key"}))
+            values = self.gateway.model_dump(exclude={"tls_certificate", "tls_key"})
+            return GatewaySettings(
+                **{**values, **document_pools(self.storage.memory_bytes), **said(self.internals.gateway)}
+            )
         except ValueError as error:
             raise ConfigError(f"[gateway]: {error}") from None
 
     def storage_settings(self, data_dir: Path) -> StorageSettings:
         """The settings of a storage server. Raises ConfigError when sizes do not fit each other."""
-        chosen = self.storage.model_dump(exclude_none=True)
+        chosen = said(self.storage)
+        memory_bytes = chosen.pop("memory_bytes")
         if isinstance(chosen.get("ucx"), bool):
             chosen["ucx"] = (LOOPBACK,) if chosen["ucx"] else ()
         if isinstance(chosen.get("shm"), tuple):
             chosen |= {"shm": True, "shm_users": chosen["shm"]}
         scheduler = self.scheduler_settings()
         try:
-            upstream = self.upstream.settings(os.environ)
+            chosen = {**storage_pools(memory_bytes), **chosen, **said(self.internals.storage)}
+            upstream = self.upstream_settings()
             if upstream is not None and upstream.write is Write.THROUGH:  # what the cache loses, upstream has
                 chosen.setdefault("durability", Durability.RELAXED)
             caches = tuple(bucket.cache() for bucket in self.buckets)
@@ -403,10 +113,15 @@ class Config(Model):
         except ValueError as error:
             raise ConfigError(f"[storage]: {error}") from None
 
+    def upstream_settings(self) -> UpstreamSettings | None:
+        """The settings of the way to another service; None where none is named. Raises ConfigError, ValueError."""
+        pools = {"landing_bytes": landing_bytes(self.storage.memory_bytes), **said(self.internals.upstream)}
+        return self.upstream.settings(os.environ, pools)
+
     def scheduler_settings(self) -> SchedulerSettings:
         """The settings of the scheduler. Raises ConfigError."""
         try:
-            return self.scheduler.settings(self.tenants, self.compute_profiles)
+            return self.scheduler.settings(self.internals.scheduler, self.tenants, self.compute_profiles)
         except ValueError as error:
             raise ConfigError(f"[scheduler]: {error}") from None
 
@@ -422,11 +137,15 @@ def load_config(path: Path | None) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: it must be UTF-8, and byte {error.start} is not") from None
     try:
-        return Config.model_validate(tomllib.loads(text))
+        document, former = renewed(tomllib.loads(text))
+        config = Config.model_validate(document)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {unquoted(text, str(error)) or error}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {told(Config, error.errors(include_url=False, include_input=False))}") from None
+    for told_once in former:
+        _log.warning("%s: %s", path, told_once)
+    return config
 
 
 def check_tenants(config: Config, credentials: Sequence[Credential]) -> None:
@@ -442,7 +161,7 @@ def check_tenants(config: Config, credentials: Sequence[Credential]) -> None:
 def load_credentials(config: Config, environment: Mapping[str, str], file: Path) -> list[Credential]:
     """Credentials in the order the module's head gives; a new pair is printed once, to standard error."""
     if config.credentials:
-        if twice := _twice(each.access_key for each in config.credentials):
+        if twice := twice_in(each.access_key for each in config.credentials):
             raise ConfigError(f"[[credentials]]: access_key {twice} appears twice")
         return [Credential(c.access_key, c.secret_key, c.buckets, c.actions) for c in config.credentials]
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
@@ -492,11 +211,6 @@ def load_peer_secrets(file: Path, *, create: bool) -> PeerSecrets:
             f"{file}: from 1 to {PEER_SECRETS_MAX} lines, each a secret of at least {PEER_SECRET_BYTES} characters"
         )
     return PeerSecrets(*secrets_there)
-
-
-def _twice(names: Iterable[str]) -> str | None:
-    """The first name that is there more than once."""
-    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _write_private(path: Path, text: str) -> None:

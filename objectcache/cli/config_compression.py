@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from descriptors.chunk_flags import CONTENT_CLASS
-from objectcache.cli.config_values import ConfigError, Model, Rate
+from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
 from storage_server.compression.forms import TIER_CODECS
 from storage_server.compression.policy import CodecFigures, UtilitySettings
@@ -29,10 +29,13 @@ class CompressionPolicy(Enum):
 
 
 class CodecConfig(Model):
-    """One `[compression.codecs.NAME]` table, which `objectcache calibrate --quality` writes."""
+    """One `[compression.codecs.NAME]` table, which `objectcache calibrate quality` writes."""
 
-    quality: Annotated[float, Field(ge=0, le=1)]
-    decoded_bytes_per_s: Annotated[Rate, Field(gt=0)]
+    ABOUT: ClassVar[str] = "any number of codecs; default: kivi8-1, fp8-1, kivi4-1"
+    quality: Annotated[
+        float, shown(0.99, "of answers, 1 is that of exact KV; `calibrate quality` measures it", ge=0, le=1)
+    ]
+    decoded_bytes_per_s: Annotated[Rate, shown(4e9, gt=0)]
 
 
 Quality = Annotated[float, Field(ge=0, le=1)]
@@ -40,17 +43,23 @@ ContentClass = Annotated[str, Field(pattern=f"^{CONTENT_CLASS.pattern}$")]
 
 
 class CompressionConfig(Model):
-    """The `[compression]` table. `calibrate --tiers` writes the rates, `calibrate --quality` the codecs, and with
+    """The `[compression]` table. `calibrate theta` writes the rates, `calibrate quality` the codecs, and with
     `--class` the qualities of codecs on content of that class.
     """
 
-    policy: CompressionPolicy = CompressionPolicy.OFF
-    alpha_s: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    memory_bytes_per_s: Annotated[Rate, Field(gt=0)] = 8e9
-    home_bytes_per_s: Annotated[Rate, Field(gt=0)] = 1e9
-    half_life_s: Annotated[float, Field(ge=1, le=1e6)] = 600.0
+    ABOUT: ClassVar[str] = "docs/guides/compression.md"
+    policy: Annotated[
+        CompressionPolicy, shown("off", '"adaptive": the DRAM tier keeps chunks encoded for readers that accept it')
+    ] = CompressionPolicy.OFF
+    alpha_s: Annotated[float, shown(1.0, "what quality 1 is worth, in seconds", ge=0, le=1e6)] = 1.0
+    memory_bytes_per_s: Annotated[Rate, shown(8e9, "`calibrate theta` measures these two", gt=0)] = 8e9
+    home_bytes_per_s: Annotated[Rate, shown(1e9, gt=0)] = 1e9
+    half_life_s: Annotated[float, shown(600.0, "a use counts half after this time", ge=1, le=1e6)] = 600.0
     codecs: dict[str, CodecConfig] = Field(default_factory=dict)
-    classes: dict[ContentClass, dict[str, Quality]] = Field(default_factory=dict)
+    classes: Annotated[
+        dict[ContentClass, dict[str, Quality]],
+        shown({"code": {"kivi4-1": 0.93}}, "any number: qualities of codecs on content of a class"),
+    ] = Field(default_factory=dict)
 
     def settings(self) -> UtilitySettings | None:
         """The settings; None where nothing is kept encoded. Raises ConfigError."""

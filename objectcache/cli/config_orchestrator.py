@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from objectcache.cli.config_values import Model, Size
+from objectcache.cli.config_values import Model, Size, shown
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.settings import EngineSettings, Role
 
+QUEUED_FOR_ACTIVE = 4
 Url = Annotated[str, Field(pattern=r"^https?://[^/\\s]+/?$", max_length=512)]
 
 
 class EngineConfig(Model):
     """One `[[engines]]` table."""
 
-    url: Url
-    name: Annotated[str, Field(max_length=128)] = ""
-    role: Role = Role.BOTH
-    events: Annotated[str, Field(max_length=512)] | None = None
-    replay: Annotated[str, Field(max_length=512)] | None = None
-    topic: Annotated[str, Field(max_length=128)] = ""
-    requests_max: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    token_us: Annotated[float, Field(gt=0, lt=1e9)] | None = None
+    ABOUT: ClassVar[str] = "any number of engines"
+    url: Annotated[Url, shown("http://10.0.0.1:8000")]
+    name: Annotated[str, shown("a", "default: its URL", max_length=128)] = ""
+    role: Annotated[Role, shown("both", 'or "prefill"')] = Role.BOTH
+    events: Annotated[
+        str | None,
+        shown(
+            "tcp://10.0.0.1:5557",
+            "default: what it says itself; bind:tcp://… for one that connects, which needs a secret topic",
+            max_length=512,
+        ),
+    ] = None
+    replay: Annotated[str | None, shown("tcp://10.0.0.1:5558", max_length=512)] = None
+    topic: Annotated[str, shown("kv", max_length=128)] = ""
+    requests_max: Annotated[int | None, shown(256, "that it runs at once: vLLM's --max-num-seqs", ge=1, le=65_536)] = (
+        None
+    )
 
     @model_validator(mode="after")
     def _usable(self) -> EngineConfig:
@@ -41,11 +51,14 @@ class EngineConfig(Model):
 class ApiKeyConfig(Model):
     """One `[[api_keys]]` table: the key that a tenant's clients send, and the tenant's share."""
 
-    key: Annotated[str, Field(min_length=8, max_length=256)]
-    tenant: Annotated[str, Field(min_length=1, max_length=128)]
-    weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
-    priority: Annotated[int, Field(ge=-100, le=100)] = 0
-    active_max: Annotated[int, Field(ge=1)] | None = None
+    ABOUT: ClassVar[str] = "any number: keys that tenants' clients send"
+    key: Annotated[str, shown("sk-a-long-random-text", min_length=8, max_length=256)]
+    tenant: Annotated[str, shown("search", min_length=1, max_length=128)]
+    weight: Annotated[float, shown(1.0, ge=0.001, le=1000)] = 1.0
+    priority: Annotated[int, shown(0, "a higher one goes first", ge=-100, le=100)] = 0
+    active_max: Annotated[int | None, shown(64, "requests of the tenant that run at once; default: no bound", ge=1)] = (
+        None
+    )
 
     def share(self) -> Tenant:
         """The tenant."""
@@ -55,40 +68,49 @@ class ApiKeyConfig(Model):
 class OrchestratorConfig(Model):
     """The `[orchestrator]` table. Unset values keep the defaults of OrchestratorSettings."""
 
-    policy: PolicyName | None = None
-    store: Url | None = None
-    store_timeout_s: Annotated[float, Field(gt=0, le=10)] | None = None
-    tokenizer: Path | None = None
-    admin_token: Annotated[str, Field(min_length=16, max_length=256)] | None = None
-    active_max: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    queue_max: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=3600)] | None = None
-    tenant_salts: bool | None = None
-    body_bytes_max: Annotated[Size, Field(ge=1024)] | None = None
-    bodies_bytes_max: Annotated[Size, Field(ge=1024)] | None = None
-    connections_max: Annotated[int, Field(ge=1)] | None = None
-    header_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    body_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    keepalive_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    send_idle_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    first_byte_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    stream_idle_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    poll_s: Annotated[float, Field(gt=0.01, le=60)] | None = None
-    probe_timeout_s: Annotated[float, Field(gt=0.01, le=60)] | None = None
-    token_cache_bytes: Annotated[Size, Field(ge=0)] | None = None
-    response_cache_bytes: Annotated[Size, Field(ge=0)] | None = None
-    response_cache_s: Annotated[float, Field(gt=0)] | None = None
-    receipts_max: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    prefill_tokens_min: Annotated[int, Field(ge=1)] | None = None
-    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] | None = None
-    drain_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    ABOUT: ClassVar[str] = "docs/guides/orchestrator.md; only `objectcache orchestrator` reads these three tables"
+    policy: Annotated[PolicyName | None, shown("ttft", "paper, round_robin, least_load, prefix_hash, kv_events")] = None
+    store: Annotated[Url | None, shown("http://10.0.0.9:9000", "the ObjectCache that engines load from")] = None
+    tokenizer: Annotated[Path | None, shown("/models/llama", "tokenizer files; without it the engines are asked")] = (
+        None
+    )
+    admin_token: Annotated[
+        str | None,
+        shown("a-long-random-text", "for /_orchestrator; without it one is made", min_length=16, max_length=256),
+    ] = None
+    active_max: Annotated[
+        int | None, shown(1024, "requests that run at once; four times as many wait,", ge=1, le=250_000)
+    ] = None
+    deadline_s: Annotated[float | None, shown(30.0, "and each for so long", gt=0, le=3600)] = None
+    tenant_salts: Annotated[
+        bool | None, shown(False, "true: tenants share no block and no chunk (by cache_salt, so forms get 501)")
+    ] = None
+    engine_timeout_s: Annotated[
+        float | None,
+        shown(600.0, "a stream in which so long nothing comes counts against its engine; others get 504", gt=0),
+    ] = None
+    response_cache_bytes: Annotated[
+        Size | None, shown(0, "whole answers to identical deterministic requests; 0: none", ge=0)
+    ] = None
+    cors_origins: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] | None,
+        shown(["https://chat.example"], 'web pages that may ask, or "*"; default: none'),
+    ] = None
+    drain_s: Annotated[
+        float | None, shown(25.0, "how long requests that run may go on when it is told to stop", ge=0, le=3600)
+    ] = None
 
     def admission(self) -> AdmissionSettings:
-        """The settings of admission."""
-        wanted = {"active_max", "queue_max", "deadline_s"}
-        return AdmissionSettings(**self.model_dump(include=wanted, exclude_none=True))
+        """The settings of admission: four times as many requests may wait as run."""
+        wanted = self.model_dump(include={"active_max", "deadline_s"}, exclude_none=True)
+        if self.active_max is not None:
+            wanted["queue_max"] = QUEUED_FOR_ACTIVE * self.active_max
+        return AdmissionSettings(**wanted)
 
     def others(self) -> dict[str, object]:
         """The settings that are named as in OrchestratorSettings."""
-        apart = {"store", "store_timeout_s", "active_max", "queue_max", "deadline_s"}
-        return {**self.model_dump(exclude=apart, exclude_none=True)}
+        apart = {"store", "active_max", "deadline_s", "engine_timeout_s"}
+        values = self.model_dump(exclude=apart, exclude_none=True)
+        if self.engine_timeout_s is not None:
+            values |= {"first_byte_timeout_s": self.engine_timeout_s, "stream_idle_timeout_s": self.engine_timeout_s}
+        return values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Scalar = str | int | float | bool
@@ -25,22 +25,6 @@ class ConfigTextError(Exception):
 class _Header:
     path: tuple[str, ...]
     is_array: bool
-
-
-def with_calibration(text: str, theta_bytes: int, calibration: Table) -> str:
-    """`text` with `theta_bytes` in `[storage]`, and `[calibration]` replaced or added, except for its links. Raises
-    ConfigTextError, also for a text that is not TOML.
-    """
-    edited = with_values(text, "storage", {"theta_bytes": theta_bytes})
-    return with_table(edited, ("calibration",), calibration, kept=("link",))
-
-
-def with_link(text: str, transport: str, scheduler: Mapping[str, Scalar], calibration: Table) -> str:
-    """`text` with the values in `[scheduler]`, and `[calibration.link.TRANSPORT]` replaced or added. Raises
-    ConfigTextError.
-    """
-    edited = with_values(text, "scheduler", scheduler)
-    return with_table(edited, ("calibration", "link", transport), calibration)
 
 
 def with_profile(text: str, profile: Mapping[str, Scalar]) -> str:
@@ -85,15 +69,13 @@ def with_entry(text: str, name: str, entry: Mapping[str, Scalar]) -> str:
     return _proved(text, lines, {**before, name: wanted}, f"[[{name}]]")
 
 
-def with_table(text: str, path: tuple[str, ...], table: Table, kept: Collection[str] = ()) -> str:
-    """`text` with the table `[path]` and its sub-tables replaced, or added at the end. The sub-tables in `kept` stay.
-    Raises ConfigTextError.
-    """
+def with_table(text: str, path: tuple[str, ...], table: Table) -> str:
+    """`text` with the table `[path]` and its sub-tables replaced, or added at the end. Raises ConfigTextError."""
     before = _parsed(text)
-    lines = _trimmed(_without(text.splitlines(), path, kept))
+    lines = _trimmed(_without(text.splitlines(), path))
     ours = table_lines(path, table)
     lines += [*([""] if lines else []), ours[0], WRITTEN_BY, *ours[1:]]
-    return _proved(text, lines, _replaced(before, path, table, kept), f"[{'.'.join(path)}]")
+    return _proved(text, lines, _replaced(before, path, table), f"[{'.'.join(path)}]")
 
 
 def table_lines(name: Sequence[str], table: Table) -> list[str]:
@@ -152,13 +134,11 @@ def _proved(old: str, lines: Sequence[str], wanted: Mapping[str, object], what: 
     return edited
 
 
-def _replaced(old: Mapping[str, object], path: Sequence[str], table: Table, kept: Collection[str]) -> dict[str, object]:
+def _replaced(old: Mapping[str, object], path: Sequence[str], table: Table) -> dict[str, object]:
     inner = old.get(path[0], {})
     if not isinstance(inner, Mapping):
         raise ConfigTextError(f"{path[0]} is no table")
-    if len(path) > 1:
-        return {**old, path[0]: _replaced(inner, path[1:], table, kept)}
-    return {**old, path[0]: {**table, **{key: value for key, value in inner.items() if key in kept}}}
+    return {**old, path[0]: _replaced(inner, path[1:], table) if len(path) > 1 else table}
 
 
 def _changed(old: Mapping[str, object], values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -188,7 +168,7 @@ def _with_values(lines: Sequence[str], at: int, values: Mapping[str, Scalar]) ->
     return [*edited[: at + 1], *new, *edited[at + 1 :]]
 
 
-def _without(lines: Sequence[str], path: tuple[str, ...], kept: Collection[str]) -> list[str]:
+def _without(lines: Sequence[str], path: tuple[str, ...]) -> list[str]:
     """The lines without those of the table and its sub-tables."""
     left: list[str] = []
     dropping: list[str] = []
@@ -197,7 +177,7 @@ def _without(lines: Sequence[str], path: tuple[str, ...], kept: Collection[str])
         header = _header(line)
         if header is not None:
             was_ours = is_ours
-            is_ours = header.path[: len(path)] == path and not set(header.path[len(path) : len(path) + 1]) & set(kept)
+            is_ours = header.path[: len(path)] == path
             if was_ours and not is_ours:
                 left += _trailing_remarks(dropping)
             dropping = []

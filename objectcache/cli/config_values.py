@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from descriptors.units import parse_bytes
 
@@ -21,9 +21,15 @@ class ConfigError(Exception):
 
 
 class Model(BaseModel):
-    """A table; names that are not known are refused."""
+    """A table; names that are not known are refused. ABOUT is what the reference says of it."""
 
+    ABOUT: ClassVar[str] = ""
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def shown(example: object, description: str = "", **bounds: Any) -> Any:
+    """A key as the reference shows it: with an example, the default where there is one, and what it means."""
+    return Field(description=description, examples=[example], **bounds)
 
 
 def _size(value: object) -> object:

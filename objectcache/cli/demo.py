@@ -23,9 +23,9 @@ def add_demo(commands: _Commands, parents: list[argparse.ArgumentParser]) -> Non
         parents=parents,
     )
     demo.add_argument("--model", metavar="FOLDER", help="a causal language model as transformers writes it")
-    demo.add_argument("--quick", action="store_true", help="seeded random weights, a short prefix, one run of each")
+    demo.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)  # for tests: random weights, one run
     demo.add_argument(
-        "--out", type=Path, default=Path("demo-timeline.png"), metavar="FILE", help="the picture; default: %(default)s"
+        "--plot", type=Path, default=Path("demo-timeline.png"), metavar="FILE", help="the picture; default: %(default)s"
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     demo.set_defaults(command=_demo)
@@ -39,6 +39,6 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the demo needs the package {error.name}: install the extra objectcache[demo]") from None
     try:
-        return run(options.model, is_quick=options.quick, picture=options.out, figures=options.json)
+        return run(options.model, is_quick=options.quick, picture=options.plot, figures=options.json)
     except DemoError as error:
         raise ConfigError(str(error)) from None

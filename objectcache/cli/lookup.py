@@ -27,6 +27,10 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 ANSWER_S = 30.0
 ANSWER_BYTES_MAX = 64 << 20
 PROMPT_BYTES_MAX = 16 << 20
+TOKENIZED = (
+    "prompt", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "cache_salt"
+)  # fmt: skip
+"""Fields of a request, of which the engine's /tokenize takes all but the last."""
 
 
 def add_lookup(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -> None:
@@ -40,9 +44,13 @@ def add_lookup(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -
         parents=parents,
     )
     lookup.add_argument("--engine", required=True, metavar="URL", help="vLLM's address, http://HOST:PORT")
-    lookup.add_argument("--prompt-file", type=Path, metavar="FILE", help="default: standard input")
-    lookup.add_argument("--chat", action="store_true", help="the prompt is a user's message: the chat template is used")
-    lookup.add_argument("--salt", default="", metavar="TEXT", help="the cache_salt of the requests")
+    lookup.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="a prompt's text, or the body of a request as clients send it, with messages or a prompt, and cache_salt "
+        "if it has one; default: standard input",
+    )
     remote_options(lookup)
     lookup.set_defaults(command=run_lookup)
 
@@ -52,13 +60,14 @@ def run_lookup(options: argparse.Namespace) -> int:
     from nixl_client.connectors.vllm.naming import KeyChain
     from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, read_metrics
 
-    prompt = _prompt(options.prompt_file)
+    asked = request_of(_prompt(options.prompt_file))
+    salt = asked.pop("cache_salt", "")
     published = read_metrics(_asked(options.engine, "/metrics", None, METRICS_BYTES_MAX)).published
     if published is None:
         raise NoServerError(
             f"{options.engine} publishes no names of chunks: it has no ObjectCacheConnector, or has computed nothing"
         )
-    tokens = _tokens(options.engine, prompt, options.chat)
+    tokens = _tokens(options.engine, asked)
     deployment, layout = published.deployment, published.layout
     count = len(tokens) // layout.chunk_tokens
     options.endpoint = options.endpoint or published.endpoint
@@ -74,7 +83,7 @@ def run_lookup(options: argparse.Namespace) -> int:
     if count:
         with connected(options, published.bucket) as client:
             ranks = [
-                KeyChain(deployment.namespace(rank, "", options.salt), layout.chunk_tokens).keys(tokens, count)
+                KeyChain(deployment.namespace(rank, "", salt), layout.chunk_tokens).keys(tokens, count)
                 for rank in range(deployment.rank_count)
             ]
             found["stored_chunks"] = min(client.lookup(keys, accept=published.accept) for keys in ranks)
@@ -114,17 +123,38 @@ def _prompt(file: Path | None) -> str:
         raise ConfigError(f"the prompt must be UTF-8, and byte {error.start} is not") from None
 
 
-def _tokens(engine: str, prompt: str, is_chat: bool) -> list[int]:
-    document: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+def request_of(text: str) -> dict[str, Any]:
+    """The fields of a request that decide its tokens and keys; a text that is no request is a prompt. Raises
+    ConfigError.
+    """
+    document = _json(text.encode()) if text.lstrip().startswith("{") else None
+    if not isinstance(document, dict) or not {"messages", "prompt"} & set(document):
+        return {"prompt": text}
+    if not isinstance(document.get("cache_salt", ""), str):
+        raise ConfigError("cache_salt must be a text")
+    prompt = document.get("prompt", "")
+    if not isinstance(prompt, str) and not _are_tokens(prompt):
+        raise ConfigError("prompt must be one text, or the tokens of one")
+    return {name: document[name] for name in TOKENIZED if name in document}
+
+
+def _tokens(engine: str, asked: dict[str, Any]) -> list[int]:
+    if isinstance(asked.get("prompt"), list):
+        return list(asked["prompt"])
+    document = dict(asked)
     model = _json(_asked(engine, "/v1/models", None, ANSWER_BYTES_MAX))
     try:
         document["model"] = str(model["data"][0]["id"])
         tokens = _json(_asked(engine, "/tokenize", document, ANSWER_BYTES_MAX))["tokens"]
     except (KeyError, IndexError, TypeError):
         raise NoServerError(f"{engine} answers, but not as an engine does") from None
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+    if not _are_tokens(tokens):
         raise NoServerError(f"{engine}: its /tokenize answers no tokens")
-    return tokens
+    return list(tokens)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in value)
 
 
 def _asked(engine: str, path: str, document: Any, bytes_max: int) -> bytes:

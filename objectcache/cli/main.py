@@ -38,7 +38,6 @@ from objectcache.cli.cluster import (
     storage_of_gateway,
 )
 from objectcache.cli.config import (
-    BucketConfig,
     Config,
     ConfigError,
     check_tenants,
@@ -47,6 +46,8 @@ from objectcache.cli.config import (
     load_credentials,
     load_peer_secrets,
 )
+from objectcache.cli.config_reference import reference
+from objectcache.cli.config_tables import BucketConfig
 from objectcache.cli.config_values import NoServerError
 from objectcache.cli.demo import add_demo
 from objectcache.cli.log_format import FORMATS, configure_log
@@ -56,9 +57,8 @@ from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
-from storage_server.settings import ColdReads, StorageSettings
+from storage_server.settings import StorageSettings
 from storage_server.shared_files.membership import WrongHomeError
-from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
 from storage_server.store.index.migrations import SchemaError
 from storage_server.upstream.directory import WrongDirectoryError
@@ -144,6 +144,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_stored(commands, [logs])
     _add_care(commands, logs)
     add_calibrate(commands, [logs])
+    settings = commands.add_parser(
+        "config",
+        help="print a config file with all settings",
+        usage="%(prog)s > objectcache.toml",
+        description="Print every setting that a config file may have, with an example and what it means. All are "
+        "comments: uncomment what you want to set.",
+    )
+    settings.set_defaults(command=_print_settings)
     completion = commands.add_parser(
         "completion",
         help="print what makes a shell complete this command",
@@ -235,7 +243,7 @@ def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     add_peer_tls(gateway)
     gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage servers'")
     gateway.add_argument(
-        "--credentials-file",
+        "--credentials",
         type=Path,
         default=Path("objectcache-credentials.json"),
         metavar="FILE",
@@ -313,12 +321,6 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
 def _add_listen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     parser.add_argument("--port", type=_port, default=9000, help="default: 9000; 0 picks a free one")
-    parser.add_argument(
-        "--domain",
-        action="append",
-        metavar="NAME",
-        help="answer BUCKET.NAME as well as NAME/BUCKET; may be given more than once; localhost always works",
-    )
     parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
 
@@ -356,21 +358,10 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         help="memory for chunks that are asked for repeatedly, for example 32GB; 0: none",
     )
     parser.add_argument(
-        "--cold-reads",
-        choices=[each.value for each in ColdReads],
-        help="how chunks that no memory has are read: through the page cache (default), or past it, which is faster"
-        " where --dram-bytes has most of the memory",
-    )
-    parser.add_argument(
         "--disk-bytes",
         type=_size,
         metavar="SIZE",
         help="the most that all files in DIR may take, for example 200e9 or 200GB",
-    )
-    parser.add_argument(
-        "--durability",
-        choices=[mode.value for mode in Durability],
-        help="strict (default): answered writes survive power loss; relaxed: they survive the process",
     )
 
 
@@ -434,8 +425,6 @@ def _serve(options: argparse.Namespace) -> int:
             ("--upstream", options.upstream),
         ):
             command += [name, str(value)] if value is not None else []
-        for domain in options.domain or ():
-            command += ["--domain", domain]
         return command
 
     listen = serve.Listen(options.host, options.port, tls=_tls(config))
@@ -489,6 +478,11 @@ def _rereads_secrets(secrets: PeerSecrets, file: Path) -> dict[str, serve.Reread
     return {"the peers' secrets": lambda server: secrets.become(load_peer_secrets(file, create=False))}
 
 
+def _print_settings(options: argparse.Namespace) -> int:
+    print(reference(Config, as_comments=True), end="")
+    return 0
+
+
 def _completion(options: argparse.Namespace) -> int:
     import shtab
 
@@ -529,7 +523,6 @@ def _config(options: argparse.Namespace) -> Config:
     chosen = {
         "tls_certificate": options.tls_certificate,
         "tls_key": options.tls_key,
-        "domains": tuple(options.domain) if options.domain else None,
     }
     said = {name: value for name, value in chosen.items() if value is not None}
     return config.model_copy(update={"gateway": config.gateway.model_copy(update=said)})
@@ -537,9 +530,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSettings:
     chosen = {
-        "durability": None if options.durability is None else Durability(options.durability),
         "dram_bytes": options.dram_bytes,
-        "cold_reads": None if options.cold_reads is None else ColdReads(options.cold_reads),
         "disk_bytes": options.disk_bytes,
         "ucx": options.ucx,
     }
@@ -580,7 +571,7 @@ def _gateway(options: argparse.Namespace) -> int:
     config = _config(options)
     require_one_storage(options)
     secrets = load_peer_secrets(options.peer_secret_file, create=False)
-    credentials = load_credentials(config, os.environ, options.credentials_file)
+    credentials = load_credentials(config, os.environ, options.credentials)
     listen = serve.Listen(options.host, options.port, tls=_tls(config))
     serve.run(
         "objectcache gateway",
@@ -588,7 +579,7 @@ def _gateway(options: argparse.Namespace) -> int:
             storage_of_gateway(options, config, secrets), config.gateway_settings(), credentials, listen
         ),
         rereads=_rereads_secrets(secrets, options.peer_secret_file)
-        | _rereads_credentials(options, options.credentials_file),
+        | _rereads_credentials(options, options.credentials),
     )
     return 0
 

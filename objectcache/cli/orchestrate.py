@@ -19,7 +19,7 @@ from objectcache.cli.cluster import etcd_of
 from objectcache.cli.config import Config, ConfigError, load_config
 from objectcache.cli.remote import printable
 from objectcache.orchestrator.rules.policies import PolicyName
-from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, StoreSettings
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, StoreSettings
 
 KEY_VARIABLE = "OBJECTCACHE_ENGINE_API_KEY"
 RECEIPT_BYTES_MAX = 4 << 20
@@ -33,7 +33,7 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
         "orchestrator",
         help="send each OpenAI request to the engine that will answer first",
         usage="%(prog)s --engine URL [--engine URL ...] [--store URL] [options]\n"
-        "       %(prog)s explain REQUEST-ID [--url URL]",
+        "       %(prog)s explain REQUEST-ID [URL]",
         description="Stand in front of several engines. Point any OpenAI client at this address: each request goes to "
         "the engine whose first token will come soonest, by what each holds, what the store has, and what waits.",
         parents=parents,
@@ -44,13 +44,6 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
         default=[],
         metavar="URL",
         help="an engine, for example http://10.0.0.1:8000; may be given more than once",
-    )
-    command.add_argument(
-        "--prefill-engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an engine that only computes long prompts, whose KV the others have from the store",
     )
     command.add_argument(
         "--store",
@@ -69,12 +62,6 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
         metavar="WHERE",
         help="etcd://HOST:PORT[,HOST:PORT]/PREFIX: engines that any of several orchestrators registers, all join",
     )
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="the model's tokenizer files; default: engines are asked"
-    )
-    command.add_argument("--max-active", type=int, metavar="N", help="requests that run at once; default: 1024")
-    command.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait; default: 4096")
-    command.add_argument("--deadline-s", type=float, metavar="S", help="how long each may wait; default: 30")
     command.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     command.add_argument("--port", type=int, default=8080, help="default: 8080; 0 picks a free one")
     command.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
@@ -86,7 +73,9 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
         "explain", help="print where a request went, and why", parents=parents
     )
     explain.add_argument("request_id", metavar="REQUEST-ID", help="of the header x-objectcache-request-id")
-    explain.add_argument("--url", default="http://127.0.0.1:8080", help="the orchestrator; default: %(default)s")
+    explain.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8080", metavar="URL", help="the orchestrator; default: %(default)s"
+    )
     explain.add_argument("--json", type=Path, metavar="FILE", help="write the receipt here; - is standard output")
     explain.set_defaults(command=explain_request)
 
@@ -124,7 +113,6 @@ def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSett
     table = config.orchestrator
     engines = [each.settings() for each in config.engines]
     engines += [EngineSettings(_url(each)) for each in options.engine]
-    engines += [EngineSettings(_url(each), role=Role.PREFILL) for each in options.prefill_engine]
     twice = {each.label for each in engines if [other.label for other in engines].count(each.label) > 1}
     if twice:
         raise ConfigError(f"the engine {min(twice)} is there twice")
@@ -132,20 +120,11 @@ def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSett
     if len(set(keys)) != len(keys):
         raise ConfigError("[[api_keys]]: a key appears twice")
     admission = table.admission()
-    for name, value in (
-        ("active_max", options.max_active),
-        ("queue_max", options.queue_max),
-        ("deadline_s", options.deadline_s),
-    ):
-        if value is not None:
-            if value < 0 or (value == 0 and name != "queue_max"):
-                raise ConfigError(f"--{name.replace('_', '-')}: {value} is too little")
-            admission = replace(admission, **{name: value})
+    if config.internals.orchestrator.queue_max is not None:
+        admission = replace(admission, queue_max=config.internals.orchestrator.queue_max)
     others: dict[str, Any] = table.others()
     if options.policy is not None:
         others["policy"] = PolicyName(options.policy)
-    if options.tokenizer is not None:
-        others["tokenizer"] = options.tokenizer
     if "admin_token" not in others:
         others["admin_token"] = admin_token.find_or_make(os.environ)
     return OrchestratorSettings(
@@ -234,6 +213,4 @@ def _store(options: argparse.Namespace, config: Config) -> StoreSettings | None:
         return None
     if endpoint is None:
         return None
-    made = StoreSettings(endpoint.rstrip("/"), access_key, secret_key)
-    timeout_s = config.orchestrator.store_timeout_s
-    return made if timeout_s is None else replace(made, timeout_s=timeout_s)
+    return StoreSettings(endpoint.rstrip("/"), access_key, secret_key)

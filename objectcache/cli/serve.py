@@ -261,7 +261,9 @@ class GatewayServer:
         self._storage = storage
         self.membership = storage.membership if isinstance(storage, ClusterStorage) else None
         self.credentials = CredentialBook(credentials)
-        self._gateway = Gateway(self._storage, self.credentials, gateway)
+        membership = self.membership
+        view = (lambda: None) if membership is None else lambda: membership.view
+        self._gateway = Gateway(self._storage, self.credentials, gateway, view)
         self._listen = listen
         self._runner: web.ServerRunner | None = None
         self.url = ""

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from descriptors.headers import STATUS_PATH
 from descriptors.units import format_bytes
 from objectcache.calibration.text import aligned
+from objectcache.cli.config_values import NoServerError
 from objectcache.cli.remote import asked, remote_options, told
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -30,8 +31,8 @@ def add_status(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -
         command.add_argument("url", nargs="?", metavar="URL", help="the same as --endpoint")
         remote_options(command)
         if name == "top":
-            command.add_argument("--interval", type=float, default=TOP_S, metavar="S", help="default: %(default)s")
-            command.add_argument("--count", type=int, default=0, metavar="N", help="end after so many; default: never")
+            command.add_argument("--interval", type=float, default=TOP_S, help=argparse.SUPPRESS)  # for tests
+            command.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)
         command.set_defaults(command=run)
 
 
@@ -48,6 +49,18 @@ def run_status(options: argparse.Namespace) -> int:
     with asked(options) as http:
         status = http.request("GET", STATUS_PATH).json()
         told(options.json, status, status_lines(http.account.address.url, status))
+    return 0
+
+
+def run_cluster_status(options: argparse.Namespace) -> int:
+    """0: it answers. Raises NoServerError for a server that is in no cluster."""
+    options.endpoint = options.url or options.endpoint
+    with asked(options) as http:
+        status = http.request("GET", STATUS_PATH).json()
+        if status.get("cluster") is None:
+            raise NoServerError(f"{http.account.address.url} is a gateway of no cluster: see `objectcache status`")
+        found = {**status["cluster"], "storage_servers": status["storage_servers"]}
+        told(options.json, found, cluster_lines(status))
     return 0
 
 
@@ -82,6 +95,8 @@ def status_lines(url: str, status: Json) -> list[str]:
     lines = [f"ObjectCache {gateway['version']} at {url}, up {_duration(gateway['uptime_s'])}"]
     if not servers:
         lines.append("  no storage server answers")
+    if status.get("cluster") is not None:
+        lines += ["", *cluster_lines(status)]
     for server in servers:
         lines += _server_lines(server)
     failures = gateway["failures"]
@@ -99,6 +114,28 @@ def status_lines(url: str, status: Json) -> list[str]:
         ]
         lines += ["", *aligned(["last failures", "", "error", "operation", "bucket", "request id"], rows)]
     return lines
+
+
+def cluster_lines(status: Json) -> list[str]:
+    """The members of a cluster for people, of which some may not answer."""
+    cluster = status["cluster"]
+    servers = {server["name"]: server for server in status["storage_servers"]}
+    rows = []
+    for member in cluster["members"]:
+        server = servers.get(member["name"])
+        state = "does not answer" if server is None else f"up {_duration(server['uptime_s'])}"
+        rows.append(
+            [
+                member["name"],
+                member["endpoint"],
+                f"{member['key_share']:.0%}",
+                state + ", draining" * member["is_draining"],
+                "" if server is None else format_bytes(server["used_bytes"]),
+                "" if server is None else server["version"],
+            ]
+        )
+    title = f"cluster {cluster['cluster_id']}, view {cluster['view']}: {len(servers)} of {len(rows)} members answer"
+    return [title, *aligned(["member", "address", "keys", "state", "used", "version"], rows)]
 
 
 def _server_lines(server: Json) -> list[str]:

@@ -144,7 +144,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of at least one run."""
+        """The spread of at least one run."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 

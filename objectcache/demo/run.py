@@ -88,7 +88,7 @@ def run(source: str | None, *, is_quick: bool, picture: Path, figures: Path | No
         ):
             findings = _run(server, subject, QUICK if is_quick else FULL)
     except (ModelRefusedError, NoWeightsError) as error:
-        raise DemoError(f"{error}. `--model FOLDER` takes a model that you have, `--quick` needs none") from None
+        raise DemoError(f"{error}. `--model FOLDER` takes a model that you have") from None
     except LocalServerError as error:
         raise DemoError(str(error)) from None
     timings = findings.timings

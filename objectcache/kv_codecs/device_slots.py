@@ -155,7 +155,7 @@ def _are_bad(heads: torch.Tensor, payload: torch.Tensor, wanted: bytes) -> Kept:
 
 
 def _remainders(rows: torch.Tensor) -> Words:
-    """Of each row, starting from 0. Zero bytes before a message do not change it."""
+    """The remainder of each row, starting from 0. Zero bytes before a message do not change it."""
     count, nbytes = rows.shape
     words = 1 << max(0, (-(-nbytes // 4) - 1).bit_length())
     padded = rows.new_zeros(count, 4 * words)

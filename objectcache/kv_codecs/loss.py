@@ -17,7 +17,7 @@ from objectcache.kv_codecs.layer import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Of keys and values. The error of a chunk is the worst of its layers."""
+    """The loss of keys and of values. The error of a chunk is the worst of its layers."""
 
     keys: float
     values: float

@@ -29,9 +29,9 @@ from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, W
 from objectcache.orchestrator.under_way import UnderWay, stopping
 
 WHOLE_BYTES_MAX = 1 << 20
-"""Of an answer that is read to its end before it goes on."""
+"""An answer that is read to its end before it goes on has no more bytes."""
 ASKED_BYTES_MAX = 1 << 18
-"""Of an answer for the orchestrator itself: one token, and where its KV is."""
+"""An answer for the orchestrator itself has no more bytes: one token, and where its KV is."""
 ATTEMPTS_MAX = 3
 THREAD_BYTES = 1 << 18
 STALLED_S = 30.0
@@ -49,7 +49,9 @@ _SENT_ON = frozenset(
         "openai-organization", "openai-project", "traceparent", "tracestate", "user-agent",
     }
 )  # fmt: skip
-"""Of requests. Engines obey headers of their own: one gives a request a priority, another a place in the engine."""
+"""Engines get these headers of a request. They obey headers of their own: one gives a request a priority, another a
+place in the engine.
+"""
 _PASSED_ON = frozenset(
     {
         "content-type", "content-encoding", "content-disposition", "content-language", "cache-control", "retry-after",
@@ -57,7 +59,9 @@ _PASSED_ON = frozenset(
     }
 )  # fmt: skip
 _PASSED_ON_PREFIXES = ("openai-", "x-ratelimit-")
-"""Of answers. Engines have no other headers to send to a client of ours, cookies for example."""
+"""Clients get headers of an answer that begin so. Engines have no others to send to a client of ours, cookies for
+example.
+"""
 
 
 class AttemptFailed(Exception):

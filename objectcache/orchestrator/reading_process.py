@@ -21,7 +21,7 @@ from objectcache.orchestrator.rules.openai_requests import WrongRequestError, to
 from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
 
 MEMORY_BYTES_MAX = 3 << 30
-"""Of addresses. A body of 16 MiB of empty lists takes 0.4 GB as Python's objects."""
+"""The process may have so many bytes of addresses. A body of 16 MiB of empty lists takes 0.4 GB as Python's objects."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from objectcache.orchestrator.rules.policies import Decision
 from objectcache.orchestrator.rules.prediction import Prediction
 
 PREDICTIONS_MAX = 8
-"""Of one request: the chosen engine's, and the next best ones."""
+"""A receipt keeps no more predictions: the chosen engine's, and the next best ones."""
 TEXT_MAX = 512
 ATTEMPTS_KEPT = 16
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 PART_MAX = 0.125
-"""Of the memory, for one answer."""
+"""One answer takes no more than this fraction of the memory."""
 PIECE_BYTES, ANSWER_BYTES = 64, 1024
 """The memory that Python takes for a piece beside its bytes, and for an answer beside its pieces."""
 
@@ -59,7 +59,7 @@ class ResponseCache:
         self._answers: OrderedDict[str, Kept] = OrderedDict()
         self.used_bytes = 0
         self.collecting_bytes = 0
-        """Of answers that are under way."""
+        """The bytes of answers that are under way."""
         self.hit_count = 0
 
     @property

@@ -39,7 +39,7 @@ UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
 CONNECTIONS_MAX = 8192
 RECEIPTS_TOLD = 32
-"""Of a status; each may be asked for by its id."""
+"""A status has no more receipts; each may be asked for by its id."""
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
 _log = logging.getLogger(__name__)
@@ -394,7 +394,11 @@ class Orchestrator:
                     await self._leave(name)
                     known = None
                 if known is None:
-                    await self._join(settings)
+                    try:
+                        await self._join(settings)
+                    except ValueError as error:
+                        _log.warning("the engine %s of the registry does not join: %s", name, error)
+                        continue
                     self._of_registry.add(name)
                 self._drained(name, is_wanted=is_draining)
 
@@ -464,7 +468,7 @@ class Orchestrator:
                 self.meter.mismatched()
                 _log.warning(
                     "the blocks of %d prompts in a row did not show in the events of %s: the tokens that requests are"
-                    " routed by are not the engine's own; is --tokenizer of its model?",
+                    " routed by are not the engine's own; is the tokenizer of its model?",
                     UNMATCHED_MAX,
                     engine.name,
                 )

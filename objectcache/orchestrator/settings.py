@@ -47,6 +47,8 @@ class EngineSettings:
     token_us: float | None = None
 
     def __post_init__(self) -> None:
+        if "#" in self.name:
+            raise ValueError("name: # is for the ranks of an engine")
         if self.events is not None and self.events.startswith(BIND) and len(self.topic) < SECRET_TOPIC_CHARACTERS_MIN:
             problem = (
                 f"events: {BIND} lets anybody send events who reaches the port; it needs a topic of at least"

@@ -213,7 +213,7 @@ class Simulation:
         self._stored: OrderedDict[int, None] = OrderedDict()
         self._link = _Link(self._store.link_bytes_per_s)
         self._loading: dict[int, tuple[int, _Running, float, float]] = {}
-        """Of each load its engine, its request, when it began, and the time to compute the rest."""
+        """Each load's engine, request, beginning, and the time to compute the rest."""
         self._events: list[tuple[float, int, _Kind, int, _Running | None]] = []
         self._order = itertools.count()
         self._outcomes: list[Outcome] = []

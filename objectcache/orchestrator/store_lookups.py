@@ -14,8 +14,10 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from descriptors.descriptor import Accept
 from descriptors.errors import CallerError
@@ -31,7 +33,7 @@ from objectcache.orchestrator.rules.prediction import Stored
 from objectcache.orchestrator.settings import StoreSettings
 
 KEYS_MAX = 65_536
-"""Of one prompt, for all ranks of a deployment together."""
+"""One prompt has no more keys, for all ranks of a deployment together."""
 ENDPOINTS_MAX = 64
 """Stores that are asked; the one that was asked longest ago is forgotten first."""
 THREADS = 32
@@ -50,6 +52,7 @@ WARN_EVERY_S = 60.0
 """A refusal comes with every prompt."""
 LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
 """The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +67,8 @@ class _Kind:
     def __init__(self) -> None:
         self.breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
         self.threads = asyncio.Semaphore(THREADS_OF_ONE)
+        self.turn = asyncio.Semaphore(1)
+        """One prompt at a time has its chunks named, since all kinds share one thread for that: they take turns."""
         self.active_count = 0
 
 
@@ -99,23 +104,22 @@ class StoreLookups:
         self._active_count += 1
         kind.active_count += 1
         try:
-            keys = await self._named(published, tokens, salt)
+            keys = await self._named(kind, published, tokens, salt)
             return None if keys is None else await self._asked(store, kind, published, len(tokens), keys)
         finally:
             self._active_count -= 1
             kind.active_count -= 1
 
     async def _named(
-        self, published: Published, tokens: Sequence[int] | TokenIds, salt: str
+        self, kind: _Kind, published: Published, tokens: Sequence[int] | TokenIds, salt: str
     ) -> list[tuple[str, ...]] | None:
         """The keys, from a thread, since a long prompt has many. None where they take too long or where there are none:
         that is the prompt's doing, and no failure of the store.
         """
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._naming, self._keys, published, tokens, salt
-                )
+                work = partial(self._keys, published, tokens, salt)
+                return await _in_thread(self._naming, kind.turn, work)
         except (ValueError, TimeoutError):
             return None
 
@@ -127,8 +131,8 @@ class StoreLookups:
         self.count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await kind.threads.acquire()
-                found = await asyncio.wrap_future(self._submitted(store, kind, published, token_count, keys))
+                work = partial(self._look_up, store, published, token_count, keys)
+                found = await _in_thread(self._threads, kind.threads, work)
         except asyncio.CancelledError:
             kind.breaker.gave_up()
             raise
@@ -146,20 +150,6 @@ class StoreLookups:
             return None
         kind.breaker.succeeded()
         return found
-
-    def _submitted(
-        self, store: Client, kind: _Kind, published: Published, token_count: int, keys: Sequence[Sequence[str]]
-    ) -> Future[Stored]:
-        """The lookup in a thread, which is the kind's until it ends, also where nobody waits any more."""
-        loop = asyncio.get_running_loop()
-
-        def ended(_: Future[Stored]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(kind.threads.release)
-
-        running = self._threads.submit(self._look_up, store, published, token_count, keys)
-        running.add_done_callback(ended)
-        return running
 
     def close(self) -> None:
         """Ask nothing more."""
@@ -213,6 +203,20 @@ class StoreLookups:
         if len(self._stores) > ENDPOINTS_MAX:
             self._threads.submit(self._stores.popitem(last=False)[1].close)
         return made
+
+
+async def _in_thread(threads: ThreadPoolExecutor, places: asyncio.Semaphore, work: Callable[[], _T]) -> _T:
+    """Do it in a thread. Its place is taken until it ends, also where nobody waits any more."""
+    loop = asyncio.get_running_loop()
+
+    def ended(_: Future[_T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(places.release)
+
+    await places.acquire()
+    running = threads.submit(work)
+    running.add_done_callback(ended)
+    return await asyncio.wrap_future(running)
 
 
 def _asked_ranks(rank_count: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 TEMPLATE_CHARACTERS_MAX = 4 << 20
 PROMPT_CHARACTERS_MAX = 8 << 20
-"""Of a prompt that is made into tokens: two million of them."""
+"""A prompt that is made into tokens has no more characters: two million tokens."""
 
 
 class NoTokensError(Exception):

@@ -28,7 +28,8 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 TEMPLATE_TOKENS_MAX = 4096
 """A prompt has fewer tokens than bytes, but for those of its template."""
 AT_ONCE_BYTES_MAX = 4 << 20
-"""Of the prompts that one engine makes tokens of at once; half of them one tenant's. More go without."""
+"""The prompts that one engine makes tokens of at once have no more bytes, half of them one tenant's. Others go without.
+"""
 BLAMED_BYTES_MAX = 64 << 10
 """An engine that has no more than this to make tokens of, and does not answer, has failed."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16

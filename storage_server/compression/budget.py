@@ -29,7 +29,7 @@ class ErrorBudget:
 
     @property
     def mean_error(self) -> float:
-        """Of the last chunks."""
+        """The mean error of the last chunks."""
         return self._error_sum / max(self._count, COUNT_MIN)
 
     @property

@@ -135,7 +135,7 @@ class UtilityPolicy:
         self._known_forms: OrderedDict[Hashable, tuple[Form, ...]] = OrderedDict()
         self._errors: OrderedDict[tuple[str, LayerShape, Codec], float] = OrderedDict()
         self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], float]] = OrderedDict()
-        """Of chunks that have been more than a reader takes."""
+        """The errors of chunks that were greater than a reader takes."""
 
     @property
     def used_bytes(self) -> int:

@@ -17,7 +17,7 @@ EXPECTED_CHARACTERS_MAX = 16 << 20
 AWAITED_MAX = 65_536
 AWAITED_CHARACTERS_MAX = 16 << 20
 AWAITED_FRACTION = 0.5
-"""Of all leases of objects that have not come, for one bucket."""
+"""One bucket has no more than this fraction of all leases of objects that have not come."""
 AWAITED_FACTOR = 8
 """While objects of before a restart come back, so many times as many leases wait for theirs."""
 ENDS_SPARE = 1000

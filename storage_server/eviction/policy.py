@@ -115,7 +115,7 @@ class Resident:
     """A chunk in the cache."""
 
     __slots__ = (
-        "child_count", "is_asked", "is_parked", "is_resident", "key", "nbytes", "parent", "pin_count",
+        "child_count", "is_asked", "is_held_back", "is_resident", "key", "nbytes", "parent", "pin_count",
         "pinned_child_count",
     )  # fmt: skip
 
@@ -130,7 +130,7 @@ class Resident:
         self.is_asked = False
         """It belongs to the request that is being noted, and its turn has not come."""
         self.is_resident = True
-        self.is_parked = False
+        self.is_held_back = False
         """It was the next one to leave and had to stay. Once it may leave, it is the next one of its queue."""
 
     @property
@@ -156,7 +156,7 @@ class PrefixPolicy(ABC):
     """The books of an `EvictionPolicy`; a subclass says in which order chunks leave.
 
     The chunks of a request are used from the last one to the first one, so that a parent is always the more recently
-    used. A chunk may reach the front of its queue while a child or a pin keeps it. It is then parked: it leaves the
+    used. A chunk may reach the front of its queue while a child or a pin keeps it. It is then held back: it leaves the
     queue, and returns to the front when its last child leaves or its last pin is released. So a queue never searches
     past chunks that must stay, and the cost of a request does not grow with the number of residents.
     """
@@ -167,7 +167,7 @@ class PrefixPolicy(ABC):
         self._capacity_bytes = capacity_bytes
         self._residents: dict[Key, Resident] = {}
         self._orphans: dict[Key, list[Resident]] = {}
-        """Of former residents, those whose parents have not come, by the parent."""
+        """Former residents whose parents have not come, by the parent."""
         self._queued_count = 0
         self._used_bytes = 0
         self._now_s = float("-inf")
@@ -233,8 +233,8 @@ class PrefixPolicy(ABC):
         resident = self._residents.get(key)
         if resident is None:
             return False
-        if resident.is_parked:
-            resident.is_parked = False
+        if resident.is_held_back:
+            resident.is_held_back = False
         else:
             self._queued_count -= 1
             self._take(resident)
@@ -307,7 +307,7 @@ class PrefixPolicy(ABC):
                 self._leave(resident)
                 left.append(resident.key)
             else:
-                resident.is_parked = True
+                resident.is_held_back = True
         return left
 
     def _leave(self, resident: Resident) -> None:
@@ -328,8 +328,8 @@ class PrefixPolicy(ABC):
                 self._unpark(parent)
 
     def _unpark(self, resident: Resident) -> None:
-        if resident.is_parked:
-            resident.is_parked = False
+        if resident.is_held_back:
+            resident.is_held_back = False
             self._queued_count += 1
             self._return(resident)
 

@@ -79,7 +79,7 @@ class ReuseTimes:
         return number
 
     def note(self, number: int, bucket: int, used: float, unused: float) -> None:
-        """Of the chunks of a class that came into a bucket, so many were used before they left it, and so many not."""
+        """Note how many chunks of a class that came into a bucket were used before they left it, and how many not."""
         self._counts[0, number, bucket] += used
         self._counts[1, number, bucket] += unused
 

@@ -22,7 +22,7 @@ GHOST_COUNT_MAX = 1 << 18
 REFRESH_REQUESTS = 100
 """Values follow the counts after so many requests each."""
 KEPT_FRACTION = 0.5 ** (REFRESH_REQUESTS / 10_000)
-"""Of all counts at a refresh: what was seen 10,000 requests ago counts half."""
+"""A refresh keeps this fraction of all counts: what was seen 10,000 requests ago counts half."""
 Cell = tuple[int, int, int]
 """The number of a class, a step of worth, and a bucket."""
 

@@ -31,7 +31,7 @@ class Landed:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """The address of its first byte."""
         return self._landing.address + self._offset
 
     @property

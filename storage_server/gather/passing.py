@@ -96,7 +96,7 @@ class Passing:
         self._unit_bytes = max(extent.unit_bytes for extent in extents.values())
         share_bytes = WINDOWS_BYTES // 2 // len(extents)
         self._ahead_bytes = share_bytes if share_bytes >= 2 * self._unit_bytes else 0
-        """Of each chunk so many bytes come at once, if more of it is needed later."""
+        """So many bytes of each chunk come at once, if more of it is needed later."""
         self._kept: dict[int, _Window] = {}
         self._under_way_bytes = 0
         self._released = asyncio.Event()

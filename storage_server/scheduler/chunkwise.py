@@ -1,16 +1,17 @@
-"""The chunk-major side of a link: some requests hold a seat, and the others wait for one. Requests in a seat send one
-payload after the other. Pure: `now` is an argument.
+"""The chunk-major side of a link: some requests hold a channel, and the others wait for one. Requests with a channel
+send one payload after the other. Pure: `now` is an argument.
 
-Seats are given to tenants in turn. Higher priorities come first, but every eighth seat (`OLDEST_EACH`) goes to the
-oldest request, so that no request waits for ever. The tenants in seats share the link by weight (`round_robin`).
+Channels are given to tenants in turn. Higher priorities come first, but every eighth channel (`OLDEST_EACH`) goes to
+the oldest request, so that no request waits for ever. The tenants with channels share the link by weight
+(`round_robin`).
 
-A request that cannot send gives its seat up: its client has not read for `IDLE_S`, or its tenant has used its cap. When
-a tenant without a seat comes, the tenant with the most seats gives its last one up, if its priority is no higher. A
-request that gave its seat up is the first of its tenant to get a seat again.
+A request that cannot send gives its channel up: its client has not read for `IDLE_S`, or its tenant has used its cap.
+When a tenant without a channel comes, the tenant with the most channels gives its last one up, if its priority is no
+higher. A request that gave its channel up is the first of its tenant to get a channel again.
 
-    2 seats. Tenant A has requests A1, A2, A3:    seats A1 A2, waiting A3
-    Tenant B comes with B1, and A gives A2's up:  seats A1 B1, waiting A2 A3
-    A1 has all its bytes:                         seats B1 A2, waiting A3
+    2 channels. Tenant A has requests A1, A2, A3:    channels A1 A2, waiting A3
+    Tenant B comes with B1, and A gives A2's up:  channels A1 B1, waiting A2 A3
+    A1 has all its bytes:                         channels B1 A2, waiting A3
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ OLDEST_EACH = 8
 
 
 class WaitingFlows:
-    """The requests that wait for a seat: in order of arrival for each tenant, and the tenants in turn."""
+    """The requests that wait for a channel: in order of arrival for each tenant, and the tenants in turn."""
 
     def __init__(self) -> None:
         self._flows: dict[str, OrderedDict[Flow, None]] = {}
         self._turns: dict[int, deque[Tenant]] = {}
-        """By priority: the tenants that may be given a seat."""
+        """By priority: the tenants that may be given a channel."""
         self._in_turn: set[str] = set()
         self._count = 0
         self._given = 0
@@ -86,7 +87,7 @@ class WaitingFlows:
         return None
 
     def take(self, tenant: Tenant) -> Flow:
-        """Take the tenant's first request out, for a seat. The tenant's next turn comes after the others' turns."""
+        """Take the tenant's first request out, for a channel. The tenant's next turn comes after the others' turns."""
         self._given += 1
         flow = next(iter(self._flows[tenant.name]))
         self.remove(flow)
@@ -102,33 +103,33 @@ class WaitingFlows:
 class Chunkwise:
     """The chunk-major requests of one link."""
 
-    def __init__(self, seats: int, rate_bytes_per_s: float, meter: TenantMeter) -> None:
-        self._seats_max = seats
+    def __init__(self, channels: int, rate_bytes_per_s: float, meter: TenantMeter) -> None:
+        self._channels_max = channels
         self._meter = meter
         self._link = SerialLink(rate_bytes_per_s, self._choose, self._note_crossed)
         self._ready = TenantRoundRobin()
-        self._seats: dict[Flow, None] = {}
+        self._channels: dict[Flow, None] = {}
         self._waiting = WaitingFlows()
         self._stopped: dict[Flow, None] = {}
-        """Requests without a seat because their clients do not read."""
+        """Requests without a channel because their clients do not read."""
         self._behind: dict[Flow, float] = {}
-        """Requests in a seat whose transport is behind, and since when; the longest first."""
+        """Requests with a channel whose transport is behind, and since when; the longest first."""
         self._held: list[tuple[float, str, Tenant]] = []
         """Capped tenants, and the time before which each may not send."""
         self._held_names: set[str] = set()
-        self._seat_counts: Counter[str] = Counter()
-        """How many seats each tenant holds."""
-        self._could_give_up_seat: dict[str, None] = {}
-        """Tenants that hold seats and may not send, so that their seats can be given to others."""
+        self._channel_counts: Counter[str] = Counter()
+        """How many channels each tenant holds."""
+        self._could_give_up_channel: dict[str, None] = {}
+        """Tenants that hold channels and may not send, so that their channels can be given to others."""
 
     @property
     def active_count(self) -> int:
-        """How many requests have a seat."""
-        return len(self._seats)
+        """How many requests have a channel."""
+        return len(self._channels)
 
     @property
     def queued_count(self) -> int:
-        """How many requests have no seat."""
+        """How many requests have no channel."""
         return len(self._waiting) + len(self._stopped)
 
     @property
@@ -138,14 +139,14 @@ class Chunkwise:
 
     def flows(self) -> list[Flow]:
         """Every request."""
-        return [*self._seats, *self._waiting.flows(), *self._stopped]
+        return [*self._channels, *self._waiting.flows(), *self._stopped]
 
     def set_rate(self, rate_bytes_per_s: float, now: float) -> None:
         """Set the rate that the chunk-major side may use from now on."""
         self._link.set_rate(rate_bytes_per_s, now)
 
     def join(self, flow: Flow, now: float) -> None:
-        """Add a request; `due` gives it a seat."""
+        """Add a request; `due` gives it a channel."""
         if flow.is_blocked:
             self._stopped[flow] = None
         else:
@@ -157,10 +158,10 @@ class Chunkwise:
         self._stopped.pop(flow, None)
         if flow in self._waiting:
             self._waiting.remove(flow)
-        elif flow in self._seats:
+        elif flow in self._channels:
             self._link.drop(flow)
-            self._take_seat(flow)
-            self._give_seats(now)
+            self._take_channel(flow)
+            self._give_channels(now)
 
     def note_sent(self, flow: Flow, now: float) -> None:
         """Note that the transport took a payload of the flow."""
@@ -170,15 +171,15 @@ class Chunkwise:
             del self._stopped[flow]
             self._waiting.add(flow, first=True)
             self._claim(flow, now)
-        elif flow in self._seats:
+        elif flow in self._channels:
             self._behind.pop(flow, None)
             if not self._link.carries(flow):
                 self._ready.add(flow)
 
     def due(self, now: float) -> list[Flow]:
         """The flows whose next payloads go now, in order; a flow appears once for each payload."""
-        self._let_stopped_give_up_seats(now)
-        self._give_seats(now)
+        self._let_stopped_give_up_channels(now)
+        self._give_channels(now)
         return self._link.due(now)
 
     def wake_at(self) -> float:
@@ -198,72 +199,72 @@ class Chunkwise:
             if not self._is_held(flow.tenant, now):
                 return flow
             self._ready.hold(flow)
-            self._could_give_up_seat[flow.tenant.name] = None
-            self._give_seats(now)
+            self._could_give_up_channel[flow.tenant.name] = None
+            self._give_channels(now)
         return None
 
     def _note_crossed(self, flow: Flow, now: float) -> None:
-        self._meter.charge(flow.tenant, flow.let_go_bytes, now)
+        self._meter.charge(flow.tenant, flow.dispatched_bytes, now)
         if flow.is_over:
-            self._take_seat(flow)
-            self._give_seats(now)
+            self._take_channel(flow)
+            self._give_channels(now)
         elif flow.is_blocked:
             self._behind[flow] = now
         else:
             self._ready.add(flow)
 
-    def _give_seats(self, now: float) -> None:
+    def _give_channels(self, now: float) -> None:
         self._return_turns(now)
         while self._may_serve_another() and (tenant := self._waiting.next_tenant()) is not None:
             if not self._is_held(tenant, now):
-                if len(self._seats) >= self._seats_max:
-                    self._let_tenant_give_up_seat(next(iter(self._could_give_up_seat)))
-                self._give_seat(self._waiting.take(tenant))
+                if len(self._channels) >= self._channels_max:
+                    self._let_tenant_give_up_channel(next(iter(self._could_give_up_channel)))
+                self._give_channel(self._waiting.take(tenant))
 
     def _claim(self, flow: Flow, now: float) -> None:
-        """Find a seat for a waiting request. Where its tenant has no seat, a tenant that has several gives one up."""
-        self._give_seats(now)
-        if flow not in self._waiting or self._seat_counts[flow.tenant.name] or self._is_held(flow.tenant, now):
+        """Find a channel for a waiting request. Where its tenant has none, a tenant that has several gives one up."""
+        self._give_channels(now)
+        if flow not in self._waiting or self._channel_counts[flow.tenant.name] or self._is_held(flow.tenant, now):
             return
-        last = {each.tenant.name: each for each in self._seats if not self._link.carries(each)}
+        last = {each.tenant.name: each for each in self._channels if not self._link.carries(each)}
         some = [each for each in last.values() if each.tenant.priority <= flow.tenant.priority]
-        most = max(some, key=lambda each: self._seat_counts[each.tenant.name], default=None)
-        if most is not None and self._seat_counts[most.tenant.name] > 1:
-            self._give_up_seat(most)
+        most = max(some, key=lambda each: self._channel_counts[each.tenant.name], default=None)
+        if most is not None and self._channel_counts[most.tenant.name] > 1:
+            self._give_up_channel(most)
             self._waiting.remove(flow)
-            self._give_seat(flow)
+            self._give_channel(flow)
 
-    def _give_seat(self, flow: Flow) -> None:
-        self._seats[flow] = None
-        self._seat_counts[flow.tenant.name] += 1
+    def _give_channel(self, flow: Flow) -> None:
+        self._channels[flow] = None
+        self._channel_counts[flow.tenant.name] += 1
         self._ready.add(flow)
 
     def _may_serve_another(self) -> bool:
-        return len(self._seats) < self._seats_max or bool(self._could_give_up_seat)
+        return len(self._channels) < self._channels_max or bool(self._could_give_up_channel)
 
-    def _take_seat(self, flow: Flow) -> None:
-        del self._seats[flow]
-        self._seat_counts[flow.tenant.name] -= 1
-        if not self._seat_counts[flow.tenant.name]:
-            del self._seat_counts[flow.tenant.name]
-            self._could_give_up_seat.pop(flow.tenant.name, None)
+    def _take_channel(self, flow: Flow) -> None:
+        del self._channels[flow]
+        self._channel_counts[flow.tenant.name] -= 1
+        if not self._channel_counts[flow.tenant.name]:
+            del self._channel_counts[flow.tenant.name]
+            self._could_give_up_channel.pop(flow.tenant.name, None)
         self._behind.pop(flow, None)
         self._ready.remove(flow)
 
-    def _let_stopped_give_up_seats(self, now: float) -> None:
+    def _let_stopped_give_up_channels(self, now: float) -> None:
         while self._behind:
             flow, since_s = next(iter(self._behind.items()))
             if since_s + IDLE_S > now:
                 return
-            self._take_seat(flow)
+            self._take_channel(flow)
             self._stopped[flow] = None
 
-    def _let_tenant_give_up_seat(self, name: str) -> None:
-        for flow in [flow for flow in reversed(self._seats) if flow.tenant.name == name]:
-            self._give_up_seat(flow)
+    def _let_tenant_give_up_channel(self, name: str) -> None:
+        for flow in [flow for flow in reversed(self._channels) if flow.tenant.name == name]:
+            self._give_up_channel(flow)
 
-    def _give_up_seat(self, flow: Flow) -> None:
-        self._take_seat(flow)
+    def _give_up_channel(self, flow: Flow) -> None:
+        self._take_channel(flow)
         if flow.is_blocked:
             self._stopped[flow] = None
         else:
@@ -285,6 +286,6 @@ class Chunkwise:
             tenant = heapq.heappop(self._held)[2]
             self._held_names.discard(tenant.name)
             if not self._is_held(tenant, now):
-                self._could_give_up_seat.pop(tenant.name, None)
+                self._could_give_up_channel.pop(tenant.name, None)
                 self._ready.offer(tenant.name)
                 self._waiting.offer(tenant)

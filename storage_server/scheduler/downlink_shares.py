@@ -24,10 +24,10 @@ SHARE_S = 0.5
 RENEW_S = 0.1
 """How often a server asks that has bytes left."""
 LATE_FRACTION = 0.5
-"""Of an equal share, for a server that comes while the others' shares take all."""
+"""A server that comes while the others' shares take all gets this fraction of an equal share."""
 OVER_MAX = 1.5
 LEAST_FRACTION = 0.01
-"""Of an equal share, for a server that comes while even that is taken."""
+"""A server that comes while even that is taken gets this fraction of an equal share."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Writer:
     asked_s: float
 
     def left_fraction(self, now_s: float) -> float:
-        """Of what it had left when it asked, as it goes on at its share."""
+        """The fraction that is left now of what it had left when it asked, as it goes on at its share."""
         return max(0.0, 1.0 - self.share_bytes_per_s * (now_s - self.asked_s) / self.left_bytes)
 
 

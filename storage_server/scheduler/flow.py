@@ -1,7 +1,7 @@
 """Flow: one request as the dispatchers see it, with its progress through its layers and their payloads.
 
 Example: 2 layers, each of payloads of 4 and 2 bytes. At first `payload_bytes` is 4, `layer_left_bytes` 6 and
-`left_bytes` 12. After one `let_go` they are 2, 2 and 8; after the second, which completes the layer, 4, 6 and 6.
+`left_bytes` 12. After one `dispatch` they are 2, 2 and 8; after the second, which completes the layer, 4, 6 and 6.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from storage_server.planning.plan import GroupSizes
 from storage_server.scheduler.demand import Demand
 
 AHEAD_MAX = 2
-"""The most payloads that were let go and that the transport has not taken: enough to keep the transport busy, and few
-enough that a client that stops reading soon uses no more of the link.
+"""The most payloads that were dispatched and that the transport has not taken: enough to keep the transport busy, and
+few enough that a client that stops reading soon uses no more of the link.
 """
 
 
@@ -43,15 +43,15 @@ class Flow:
     came_s: float
     is_chunkwise: bool = False
     layer_index: int = 0
-    """The layer of the next payload; `layer_count` when all payloads have been let go."""
+    """The layer of the next payload; `layer_count` when all payloads have been dispatched."""
     payload_index: int = 0
     """The index of the next payload within its layer."""
     layer_left_bytes: int = 0
     """The bytes that the next payload's layer still needs, those of that payload included."""
     left_bytes: int = 0
     """The bytes that the whole request still needs."""
-    let_go_bytes: int = 0
-    """The bytes of the payload that was let go last."""
+    dispatched_bytes: int = 0
+    """The bytes of the payload that was dispatched last."""
     ahead_count: int = 0
     epoch: int = 0
     rate_bytes_per_s: float = 0.0
@@ -64,7 +64,7 @@ class Flow:
 
     @property
     def is_over(self) -> bool:
-        """Whether every payload has been let go."""
+        """Whether every payload has been dispatched."""
         return self.layer_index == len(self.layers)
 
     @property
@@ -98,12 +98,12 @@ class Flow:
             priority=self.tenant.priority,
         )
 
-    def let_go(self) -> bool:
+    def dispatch(self) -> bool:
         """Let the next payload go. Returns whether that completes a layer."""
         self.ahead_count += 1
-        self.let_go_bytes = self.payload_bytes
-        self.layer_left_bytes -= self.let_go_bytes
-        self.left_bytes -= self.let_go_bytes
+        self.dispatched_bytes = self.payload_bytes
+        self.layer_left_bytes -= self.dispatched_bytes
+        self.left_bytes -= self.dispatched_bytes
         self.payload_index += 1
         if self.payload_index < len(self.layers[self.layer_index].payloads):
             return False

@@ -1,6 +1,6 @@
-"""Dispatch by rates: a request's payload is let go when its rate has carried it. Pure: `now` is an argument.
+"""Dispatch by rates: a request's payload is dispatched when its rate has carried it. Pure: `now` is an argument.
 
-A payload is let go when its last byte would have crossed a link of the request's own rate r, so layer l arrives
+A payload is dispatched when its last byte would have crossed a link of the request's own rate r, so layer l arrives
 (l+1)*s/r after the rate was given, to within the time of one wake-up. A wake-up that comes late, or a client that reads
 late, is made up for, up to `CATCH_UP_S`. Payloads that are due together go by weighted deficit round robin over the
 link's own clock, so that no more than the budget goes, beyond the payloads under way and `CATCH_UP_S`.
@@ -124,7 +124,7 @@ class HeldRates:
             if self._link_free_s > now or (chosen := self._ready.next()) is None:
                 return going
             going.append(chosen)
-            self._let_go(chosen, now)
+            self._dispatch_next(chosen, now)
 
     def wake_at(self) -> float:
         """The time at which to call `due` again; infinity while nothing is under way."""
@@ -135,13 +135,13 @@ class HeldRates:
             heapq.heappop(self._queue)
         return min(idle_s, max(self._queue[0][0], self._link_free_s) if self._queue else math.inf)
 
-    def _let_go(self, flow: Flow, now: float) -> None:
+    def _dispatch_next(self, flow: Flow, now: float) -> None:
         earliest_s = now - CATCH_UP_S - self._under_way_bytes / self._budget
         self._link_free_s = max(self._link_free_s, earliest_s) + flow.payload_bytes / self._budget
         self._began[flow] = max(self._dues[flow], now - CATCH_UP_S)
         self._meter.charge(flow.tenant, flow.payload_bytes, now)
         self._drop_due(flow)
-        flow.let_go()
+        flow.dispatch()
         if flow.is_blocked:
             self._note_behind(flow, now)
         else:

@@ -1,4 +1,4 @@
-"""The schedule of one link: layer-major requests in the pool, chunk-major requests in seats. Pure: `now` is an
+"""The schedule of one link: layer-major requests in the pool, chunk-major requests in channels. Pure: `now` is an
 argument.
 
 The chunk-major side has a fraction of the link while the pool sends, and all of it while the pool does not. The pool
@@ -33,7 +33,7 @@ class LinkSchedule:
         self.pool = Pool(settings.pool, self._pool_budget, self.meter)
         self._chunkwise = Chunkwise(settings.chunkwise_deliveries_max, budget_bytes_per_s, self.meter)
         self._behind_s = -math.inf
-        """The last time at which a payload was let go and the transport of its layer-major request was behind."""
+        """The last time at which a payload was dispatched and the transport of its layer-major request was behind."""
         self._chunkwise_sent_s = -math.inf
         self._look_again_s = math.inf
         """The time at which a side that pauses will count as idle."""
@@ -44,12 +44,12 @@ class LinkSchedule:
 
     @property
     def chunkwise_active_count(self) -> int:
-        """How many chunk-major requests have a seat."""
+        """How many chunk-major requests have a channel."""
         return self._chunkwise.active_count
 
     @property
     def chunkwise_queued_count(self) -> int:
-        """How many chunk-major requests wait for a seat, or for their clients."""
+        """How many chunk-major requests wait for a channel, or for their clients."""
         return self._chunkwise.queued_count
 
     def join(self, flow: Flow, now: float) -> None:

@@ -1,7 +1,7 @@
 """Compute times for descriptors that state none. Pure.
 
 A model is known by its shape: layers, and bytes of a token in a layer. Its prefill of tokens [h, P) costs
-request_us + token_us*(P-h) + token_pair_us*(P^2-h^2)/2 in all layers together, as `objectcache calibrate --model` fits
+request_us + token_us*(P-h) + token_pair_us*(P^2-h^2)/2 in all layers together, as `objectcache calibrate model` fits
 the three numbers. P follows from the hit rate that the profile assumes, because a descriptor names cached tokens only.
 
 Example: 10 layers, request_us = 10,000, token_us = 100, token_pair_us = 0, hit rate 0.5, h = 1,000 cached tokens. Then

@@ -1,10 +1,10 @@
 """A link that carries one payload after the other, each for payload_bytes / rate seconds. Pure: `now` is an argument.
 
-The next flow is chosen when the link is free, and its payload is let go when its last byte would have crossed. A
+The next flow is chosen when the link is free, and its payload is dispatched when its last byte would have crossed. A
 wake-up that comes late is made up for, up to `CATCH_UP_S`.
 
-Example: a link of 100 bytes/s, and at 0 s payloads of 50 and 20 bytes wait. The first is let go at 0.5 s, the second at
-0.7 s.
+Example: a link of 100 bytes/s, and at 0 s payloads of 50 and 20 bytes wait. The first is dispatched at 0.5 s, the
+second at 0.7 s.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SerialLink:
                 start_s = max(self._free_s, now - CATCH_UP_S)
                 flow, self._carried = self._carried, None
                 going.append(flow)
-                flow.let_go()
+                flow.dispatch()
                 self._on_crossed(flow, now)
             self._carried = self._choose(now)
             if self._carried is None:

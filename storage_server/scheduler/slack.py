@@ -174,7 +174,7 @@ class SlackDispatch:
     def _note_crossed(self, flow: Flow, now: float) -> None:
         """Note that a payload has crossed. With the last payload of a layer the layer has arrived."""
         course = self._courses[flow]
-        self._queue.charge(flow.tenant, flow.let_go_bytes, now)
+        self._queue.charge(flow.tenant, flow.dispatched_bytes, now)
         if flow.payload_index == 0:
             late_s = now - course.start_s - (flow.layer_index - 1) * course.compute_s
             course.incurred_s = max(course.incurred_s, late_s)

@@ -42,7 +42,7 @@ def prepare(tx: Transaction) -> None:
 
 
 def positions(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
-    """Of each writer, the generation of its journal and how far it is applied."""
+    """The generation of each writer's journal, and how far it is applied."""
     rows = db.execute("SELECT writer, generation, position FROM journals").fetchall()
     return {writer: (generation, position) for writer, generation, position in rows}
 

@@ -38,9 +38,9 @@ from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_obj
 PIECE_BYTES = 128 * KIB
 """So much is parsed at once."""
 HEAD_BYTES_MAX = 256 * KIB
-"""Of a record without its bodies. The lifecycle rules of a bucket may need more, see `fits`."""
+"""A record without its bodies has no more bytes. The lifecycle rules of a bucket may need more, see `fits`."""
 TEXT_BYTES_MAX = 64 * KIB
-"""Of the attributes of an object or upload."""
+"""The attributes of an object or upload have no more bytes."""
 BODY_BYTES_MAX = 16 * MIB
 """A body of 48 GiB."""
 RECORD_BYTES_MAX = 64 * MIB

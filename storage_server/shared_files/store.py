@@ -68,6 +68,8 @@ from storage_server.upstream.service import OnChanged
 
 IO_THREADS = 4
 UPKEEP_S = 10.0
+LONG_S = 2.0
+"""A start that reads for longer says so."""
 REWRITE_BYTES_MIN = 4 << 20
 REWRITE_GROWTH = 2
 """A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
@@ -176,7 +178,14 @@ class SharedDirectory:
         """Read all journals to their ends, and begin to follow them."""
         await asyncio.to_thread(self.files.beat)
         await self.committer.commit(self._open_journal)
-        await self.following.start(await self.reader.threaded(merge.positions))
+        long_start = asyncio.get_running_loop().call_later(
+            LONG_S, _log.warning, "reading what other servers have written to the shared directory: the first time, and"
+            " after a long absence, that takes minutes",
+        )  # fmt: skip
+        try:
+            await self.following.start(await self.reader.threaded(merge.positions))
+        finally:
+            long_start.cancel()
         named = await self.reader.threaded(queries.file_ids)
         stored = await self._io.run(lambda: self.files.stored(self._membership.writer))
         self.files.found_dead(file_id for file_id in stored if file_id not in named)

@@ -52,12 +52,12 @@ class Cache:
     models: dict[str, ModelUse] = field(default_factory=dict)
     """By the models' labels; objects that are no chunks of ours, and those of too many models, count under ""."""
     read_bytes: int = 0
-    """Of objects that were read."""
+    """The bytes of objects that were read."""
     used_bytes: int = 0
     room_bytes: int = 0
     """The same in whole pages, as the books count it."""
     part_bytes: int = 0
-    """Of open uploads. They take room as objects do, and cannot be evicted."""
+    """The bytes of parts of open uploads. They take room as objects do, and cannot be evicted."""
     parts_bound: Bound | None = None
     """Theirs in `bound`: they leave only when somebody ends the upload."""
     evicted_count: int = 0

@@ -78,6 +78,9 @@ class EmbeddedStore:
         direct_threads = settings.gather_threads if settings.cold_reads is ColdReads.DIRECT else 0
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space, direct_threads)
         self.files.start()
+        self.slow_readers = SlowReaders(
+            lambda: self.space.extent_bytes_max, self.bound.lacks_room, self.files.withheld_bytes
+        )
         resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
         mark = Mark(settings.data_dir, FOLDER)
         self._marked = mark.read()
@@ -105,6 +108,7 @@ class EmbeddedStore:
             self.committer.sync_soon,
             growth_of(settings.scheduler.profiles),
             partial(disk.free_bytes, settings.data_dir),
+            self.slow_readers.keep_others_out,
         )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
@@ -120,7 +124,7 @@ class EmbeddedStore:
             self._io,
             settings.object_bytes_max,
             self.evictor,
-            SlowReaders(lambda: self.space.extent_bytes_max, lambda: self.bound.waiting_bytes > 0),
+            self.slow_readers,
         )
         self.chunks = EmbeddedChunks(self.objects, self.files)
         self.replacer: Replacer | None = None

@@ -45,7 +45,7 @@ from storage_server.store.time_of_day import TimeOfDay
 TICK_S = 1.0
 NEWS_MAX = 16_384
 NEWS_BYTES_MAX = 32 << 20
-"""Of the keys of prefixes that wait to be noted; one alone may have more."""
+"""The keys of prefixes that wait to be noted have no more bytes; one prefix alone may have more."""
 KEY_OBJECT_BYTES = 64
 SAVE_INTERVAL_S = 10.0
 LEASE_SAVE_S = 0.05
@@ -59,8 +59,8 @@ ROWS = 2000
 UNBOUNDED = 1 << 62
 """The capacity of books until the first step bounds them."""
 HELD_FRACTION = 0.5
-"""Of what all caches may take together: pins and leases of one tenant, or parts of open uploads, must not close the
-cache to others.
+"""Pins and leases of one tenant, and parts of open uploads, take no more than this fraction of what all caches may take
+together: they must not close the cache to others.
 """
 _log = logging.getLogger(__name__)
 Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
@@ -100,8 +100,10 @@ class Evictor(Uses):
         sync_soon: Callable[[], None],
         growth: float = 0.0,
         free_bytes: Callable[[], int] = lambda: 0,
+        readers_withhold: Callable[[], bool] = lambda: False,
     ) -> None:
         self._free_bytes = free_bytes
+        self._readers_withhold = readers_withhold
         self._growth = growth
         self._sync_soon = sync_soon
         self._space = space
@@ -123,7 +125,9 @@ class Evictor(Uses):
         """Those of before `_news` that wait until the books are restored."""
         self._noted_bytes = self._drained_bytes = 0
         self._noted_count = self._drained_count = 0
-        """Of the keys in `_news`, since the start. The event loop counts the former, the thread the latter."""
+        """How many keys came into `_news` since the start, and how many left it. The event loop counts the former, the
+        thread the latter.
+        """
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._departures = Departures()
@@ -490,7 +494,8 @@ class Evictor(Uses):
             for _ in range(2):  # the committer gives back what has ended without a row before it takes the next change
                 await self._change(lambda tx: None)
             for bound in self._hopeless():
-                bound.refuse()
+                if bound is not self._bound or not await self._io.run(self._readers_withhold):
+                    bound.refuse()
         return bool(victims)
 
     def _hopeless(self) -> list[Bound]:

@@ -75,7 +75,7 @@ class Reads:
         self._bodies = bodies
         self._resolved = resolved
         self._uses = uses or Uses()
-        self._readers = readers or SlowReaders(lambda: None, lambda: False)
+        self._readers = readers or SlowReaders(lambda: None, lambda: False, files.withheld_bytes)
         self.damaged = DamagedObjects()
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
@@ -109,7 +109,7 @@ class Reads:
 
     @asynccontextmanager
     async def _reading(self, access_key: str, extents: Sequence[Extent]) -> AsyncIterator[None]:
-        with self._readers.reading(access_key, sum(extent.nbytes for extent in extents)):
+        with self._readers.reading(access_key, extents):
             yield
 
     @asynccontextmanager

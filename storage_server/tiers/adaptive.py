@@ -106,7 +106,7 @@ class AdaptiveTier(DramTier):
         except MemoryError:
             return False
         finally:
-            self._residency.let_go(key)
+            self._residency.release(key)
         if made is None:
             if before is None:
                 self._utility.note_unencodable(key, reading.shape)

@@ -113,7 +113,7 @@ class Residency:
         """Keep an extent where it is, without counting a use."""
         self._resident[key].pins += 1
 
-    def let_go(self, key: Key) -> None:
+    def release(self, key: Key) -> None:
         """Undo `hold`."""
         self._resident[key].pins -= 1
         self._leave_if_free(key)

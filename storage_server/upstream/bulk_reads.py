@@ -33,7 +33,9 @@ ERROR_BYTES_MAX = 64 << 10
 PIECE_BYTES = 128 * KIB
 """Read in one call, which returns when all of it has come: the rate of a body is watched between calls."""
 HEAD_LINES_MAX = 512
-"""Of an answer, with its interim answers. http.client passes over those for as long as they come."""
+"""The head of an answer has no more lines, with its interim answers, which http.client passes over for as long as they
+come.
+"""
 IDLE_S_MAX = 15.0
 """Services close connections that are idle for longer."""
 

@@ -40,7 +40,7 @@ DOCUMENT_BYTES_MAX = 8 << 20
 PAYLOAD_HASH = "payload_hash"
 FAILURES_MAX = 5
 HEAD_LINES_MAX, HEAD_LINE_BYTES_MAX = 512, 32 << 10
-"""Of an answer: more than any object that was put here can have."""
+"""The head of an answer has no more: any object that was put here needs less."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the service is left alone for so long."""
 _T = TypeVar("_T")

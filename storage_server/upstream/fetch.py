@@ -48,7 +48,7 @@ from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
 PREFETCH_BYTES_MAX = 128 * MIB
-"""Of one chunk."""
+"""One chunk has no more bytes fetched ahead."""
 PREFETCH_GROUP = 1 << 20
 """Behind all groups of chunks that somebody waits for."""
 QUIET_S = 0.05

@@ -29,10 +29,11 @@ from storage_server.upstream.turns import Turns
 
 FETCHES_MAX = 16_384
 BUCKET_FETCHES_FRACTION = 0.5
-"""Of all fetches and prefetches, for one bucket: its readers must not stop those of others."""
+"""One bucket has no more than this fraction of all fetches and prefetches: its readers must not stop those of others.
+"""
 PREFETCHES_MAX = 1024
 PREFETCH_FRACTION = 0.25
-"""Of the connections for chunks."""
+"""Prefetches take this fraction of the connections for chunks."""
 IO_THREADS = 2
 
 

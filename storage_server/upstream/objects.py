@@ -38,7 +38,7 @@ from storage_server.store.index.reading import resolve_range
 from storage_server.store.objects import check_size
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.connection import Answer, Upstream
-from storage_server.upstream.rules.documents import entries_of, is_writable
+from storage_server.upstream.rules.documents import entries_of, is_writable, size_of
 from storage_server.upstream.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
@@ -58,11 +58,11 @@ from storage_server.upstream.service import Sent
 
 BUCKET_PAGES_MAX = 100
 BUCKETS_MAX = 20_000
-"""Of one account; S3's own bound is 10,000 where nobody has asked for more."""
+"""One account has no more buckets; S3's own bound is 10,000 where nobody has asked for more."""
 BUCKETS_PER_PAGE_MAX = 10_000
 PART_PAGES_MAX = 100
 PARTS_MAX = 10_000
-"""Of one object, in S3."""
+"""One object of S3 has no more parts."""
 
 
 class UpstreamObjects:
@@ -349,7 +349,7 @@ def list_page(found: dict[str, Any]) -> ListPage:
     objects = [
         ObjectInfo(
             unquote_plus(each["Key"]),
-            each["Size"],
+            size_of(each),
             each["ETag"].strip('"'),
             float(int(each["LastModified"].timestamp())),
         )
@@ -382,7 +382,8 @@ def _object_part_page(found: dict[str, Any]) -> tuple[list[ObjectPart], int | No
     """The parts of a page, and the number behind which the next one begins; None for the last page."""
     page = found.get("ObjectParts", {})
     parts = [
-        ObjectPart(each["PartNumber"], each["Size"], checksum_of(each)) for each in entries_of(page, "Parts", PARTS_MAX)
+        ObjectPart(each["PartNumber"], size_of(each), checksum_of(each))
+        for each in entries_of(page, "Parts", PARTS_MAX)
     ]
     return parts, int(page["NextPartNumberMarker"]) if page.get("IsTruncated") else None
 

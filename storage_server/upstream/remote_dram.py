@@ -36,7 +36,7 @@ REMOVE_ATTEMPTS = 5
 REMOVE_AGAIN_S = 0.2
 CLOSE_WAIT_S = 10.0
 ADMITS_FRACTION = 0.25
-"""Of landing memory, for chunks that wait to be written there; others are not kept."""
+"""Chunks that wait to be written there take no more than this fraction of landing memory; others are not kept."""
 PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
 """After a failure the store is left alone for so long."""
 REMOVED_MAX = 65_536

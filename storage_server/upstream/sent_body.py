@@ -43,7 +43,7 @@ class CheckedBody(ABC):
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     def digests(self) -> BodyDigests:
-        """Of the bytes as they were received: what goes upstream must be the same."""
+        """The digests of the bytes as they were received: what goes upstream must be the same."""
         return BodyDigests(md5=self._md5, checksum=None if self.checksum is None else self.checksum.value)
 
 

@@ -29,7 +29,7 @@ from descriptors.storage_api import Body
 from storage_server.store.uploads import check_part
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects, checksum_of, made_by
-from storage_server.upstream.rules.documents import entries_of
+from storage_server.upstream.rules.documents import entries_of, size_of
 from storage_server.upstream.rules.headers import attribute_headers, etag_of, put_time, source_headers, write_headers
 
 
@@ -127,7 +127,7 @@ def _part_page(upload: UploadRef, found: dict[str, Any]) -> PartPage:
     parts = [
         PartInfo(
             each["PartNumber"],
-            each["Size"],
+            size_of(each),
             each["ETag"].strip('"'),
             each["LastModified"].timestamp(),
             checksum_of(each),

@@ -30,7 +30,9 @@ from storage_server.upstream.sent_body import CheckedBody
 from storage_server.upstream.service import HomeObjects, Sent
 
 DIRTY_FRACTION = 0.25
-"""Of what the cache may take. Pins and leases may hold half; the rest stays free for what is read."""
+"""Dirty chunks take no more than this fraction of the cache. Pins and leases may hold half; the rest stays free for
+what is read.
+"""
 BACK_OFF_MIN_S = 0.5
 BACK_OFF_MAX_S = 30.0
 REFUSED_AGAIN_S = 60.0

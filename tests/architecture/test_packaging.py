@@ -59,14 +59,14 @@ def test_readme_names_only_make_targets_that_exist() -> None:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("command", ["serve", "storage-server", "gateway", "scrub", "compact", "doctor", "calibrate"])
+@pytest.mark.parametrize("command", ["serve", "storage-server", "gateway", "scrub", "compact", "doctor", "calibrate theta"])
 def test_help_starts_with_what_is_needed_and_what_the_command_is_for(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from objectcache.cli.main import run
 
     with pytest.raises(SystemExit):
-        run([command, "--help"])
+        run([*command.split(), "--help"])
     usage, what, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith(f"usage: objectcache {command} ")
     assert usage.endswith("[options]")

@@ -39,23 +39,15 @@ from objectcache.calibration.theta import (
 from objectcache.cli.calibrate_theta import calibrate_theta
 from objectcache.cli.config import Config, ConfigError, load_config
 from objectcache.cli.config_file import edit_file
-from objectcache.cli.config_text import ConfigTextError, literal, with_calibration
+from objectcache.cli.config_text import ConfigTextError, literal, with_table, with_values
 from objectcache.cli.main import run
 
 LAYERS = 8
 REQUEST_S, LAYER_S, BYTES_PER_S = 2e-3, 2e-3, 1e9
 COMPUTE_S = 1e-2
 TINY = CalibrationPlan((Family("tiny", ChunkLayout(2, 16, 4 * KIB), 8 * KIB, 32 * KIB),), runs=1)
-MEASURED = {
-    "measured_at": "2026-01-01T00:00:00+00:00",
-    "machine": 'a "machine" \\ of mine',
-    "rounds": 5,
-    "theta_low_bytes": 1,
-    "theta_high_bytes": 3,
-    "theta_side": "between",
-    "dram": {"shm": {order: dict.fromkeys(("request_s", "chunk_s", "layer_s", "bytes_per_s"), 1e-05) for order in
-                     ("chunk_major", "layer_major")}},
-}  # fmt: skip
+CODECS = ("compression", "codecs")
+MEASURED = {"kivi4-1": {"quality": 0.99, "decoded_bytes_per_s": 4e9}, "fp8-1": {"quality": 1.0}}
 OWN = """# of a deployment
 [gateway]
 region = "eu-1"  # ours
@@ -178,28 +170,33 @@ def test_payloads_reach_from_256_kib_to_512_mib() -> None:
     assert all(larger <= 2.1 * smaller for smaller, larger in pairwise(sizes))
 
 
+def calibrated(text: str, theta_bytes: int = 5) -> str:
+    """The edit that a calibration makes."""
+    return with_values(text, "storage", {"theta_bytes": theta_bytes})
+
+
 def test_the_rest_of_a_config_file_stays_as_it_was() -> None:
     """Comments, order and spacing are their owner's."""
-    edited = with_calibration(OWN, 5000, MEASURED)
-    start = edited.index("\n[calibration]")
-    assert edited[:start] == OWN.replace("theta_bytes = 100 ", "theta_bytes = 5000 ")
-    assert tomllib.loads(edited) == {
-        **tomllib.loads(OWN),
-        "storage": {"dram_bytes": 4096, "theta_bytes": 5000},
-        "calibration": MEASURED,
-    }
+    edited = calibrated(OWN, 5000)
+    assert edited == OWN.replace("theta_bytes = 100 ", "theta_bytes = 5000 ")
     assert Config.model_validate(tomllib.loads(edited)).storage.theta_bytes == 5000
+    start = with_table(OWN, CODECS, MEASURED).index("\n[compression.codecs.kivi4-1]")
+    assert with_table(OWN, CODECS, MEASURED)[:start] == OWN
+    assert tomllib.loads(with_table(OWN, CODECS, MEASURED)) == {
+        **tomllib.loads(OWN),
+        "compression": {"codecs": MEASURED},
+    }
 
 
 def test_calibrating_again_replaces_what_was_written() -> None:
     """And nothing piles up, wherever the table has been moved to."""
-    once = with_calibration(OWN, 5000, MEASURED)
-    assert with_calibration(once, 5000, MEASURED) == once
-    moved = once[once.index("[calibration]") :] + "\n# mine\n" + OWN
-    again = with_calibration(moved, 6000, {"rounds": 1})
-    assert again.count("[calibration") == 1
+    once = with_table(OWN, CODECS, MEASURED)
+    assert with_table(once, CODECS, MEASURED) == once
+    moved = once[once.index("[compression.codecs.kivi4-1]") :] + "\n# mine\n" + OWN
+    again = with_table(moved, CODECS, {"fp8-1": {"quality": 0.5}})
+    assert again.count("[compression.codecs") == 1
     assert "# mine\n# of a deployment\n[gateway]" in again
-    assert tomllib.loads(again)["calibration"] == {"rounds": 1}
+    assert tomllib.loads(again)["compression"] == {"codecs": {"fp8-1": {"quality": 0.5}}}
 
 
 @pytest.mark.parametrize(
@@ -209,9 +206,9 @@ def test_calibrating_again_replaces_what_was_written() -> None:
 )
 def test_theta_finds_its_place(text: str) -> None:
     """Whatever of the file there is already."""
-    edited = with_calibration(text, 77, MEASURED)
+    edited = calibrated(text, 77)
     before, after = tomllib.loads(text), tomllib.loads(edited)
-    assert after == {**before, "storage": {**before.get("storage", {}), "theta_bytes": 77}, "calibration": MEASURED}
+    assert after == {**before, "storage": {**before.get("storage", {}), "theta_bytes": 77}}
     assert ("\r\n" in edited) == ("\r\n" in text)
     assert edited.count("\n") == edited.count("\r\n") or "\r" not in edited
 
@@ -230,18 +227,13 @@ def test_theta_finds_its_place(text: str) -> None:
 def test_what_cannot_be_edited_safely_is_refused(text: str) -> None:
     """Better no Theta than a file that says something else."""
     with pytest.raises(ConfigTextError):
-        with_calibration(text, 77, MEASURED)
+        calibrated(text, 77)
 
 
 @given(st.text(st.characters(blacklist_categories=("Cs",))))
 def test_every_string_survives_as_a_literal(text: str) -> None:
     """Machine names are not ours to choose."""
     assert tomllib.loads(f"x = {literal(text)}") == {"x": text}
-
-
-def calibrated(text: str) -> str:
-    """The edit that a calibration makes."""
-    return with_calibration(text, 5, MEASURED)
 
 
 def test_writing_replaces_the_file_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,17 +266,6 @@ def test_a_linked_config_file_stays_a_link(tmp_path: Path) -> None:
     assert load_config(kept).storage.theta_bytes == 5
 
 
-@pytest.mark.parametrize(
-    "change", [{"surprise": 1}, {"theta_side": "left"}, {"rounds": 0}, {"dram": {"pigeon": {"x": 1}}}]
-)
-def test_the_calibration_table_is_checked(tmp_path: Path, change: dict[str, object]) -> None:
-    """A typing error there is one anywhere."""
-    path = tmp_path / "objectcache.toml"
-    path.write_text(with_calibration("", 5, {**MEASURED, **change}))  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="calibration"):
-        load_config(path)
-
-
 def options(**changes: object) -> argparse.Namespace:
     """What the command line would have given."""
     fields = {
@@ -295,8 +276,6 @@ def options(**changes: object) -> argparse.Namespace:
         "compute_us": (100.0,),
         "json": None,
         "plot": None,
-        "dry_run": False,
-        "tiers": False,
         "smoke": False,
     }
     return argparse.Namespace(**{**fields, **changes})
@@ -307,10 +286,7 @@ def test_a_calibration_makes_the_config_file(tmp_path: Path) -> None:
     """Measured with the settings of the file, or the defaults where there is none; a server then accepts it."""
     path = tmp_path / "objectcache.toml"
     assert calibrate_theta(options(config=path, data=tmp_path), TINY) == 0
-    config = load_config(path)
-    assert config.calibration is not None
-    assert set(config.calibration.dram) == {"http"}
-    assert config.storage.theta_bytes is not None
+    assert load_config(path).storage.theta_bytes is not None
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -319,11 +295,11 @@ def test_servers_run_with_the_storage_settings_of_the_file(tmp_path: Path) -> No
     """But without its credentials; with little DRAM for chunks these come from the page cache."""
     path = tmp_path / "objectcache.toml"
     path.write_text(OWN)
-    assert calibrate_theta(options(config=path, data=tmp_path), TINY) == 0
+    assert calibrate_theta(options(config=path, data=tmp_path, json=tmp_path / "out.json"), TINY) == 0
     found = load_config(path)
     assert found.credentials[0].access_key == "KVREADER"
-    assert found.calibration is not None
-    assert set(found.calibration.page_cache) == {"http"}
+    points = json.loads((tmp_path / "out.json").read_text())["points"]
+    assert {(point["transport"], point["state"]) for point in points} == {("http", "page_cache")}
 
 
 @pytest.mark.bench_smoke
@@ -331,7 +307,7 @@ def test_smoke_shows_the_curve_and_writes_no_config(tmp_path: Path, capsys: pyte
     """Over all transports, warm and cold; CI runs it, and its Theta means nothing."""
     path, file, chart = (tmp_path / name for name in ("objectcache.toml", "out.json", "out.png"))
     arguments = ["--config", str(path), "--data", str(tmp_path), "--json", str(file), "--plot", str(chart)]
-    assert run(["calibrate", "--smoke", "--runs", "1", *arguments]) == 0
+    assert run(["calibrate", "theta", "--smoke", "--runs", "1", *arguments]) == 0
     result = json.loads(file.read_text())
     assert not path.exists()
     assert chart.stat().st_size > 0
@@ -385,4 +361,4 @@ def test_a_file_that_cannot_be_edited_is_refused_before_anything_is_measured(tmp
 )
 def test_options_that_cannot_work_are_wrong_use(arguments: list[str]) -> None:
     """Said at once."""
-    assert run(["calibrate", *arguments]) == 2
+    assert run(["calibrate", "theta", *arguments]) == 2

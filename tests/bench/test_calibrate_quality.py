@@ -1,4 +1,4 @@
-"""`objectcache calibrate --quality` and `--tiers`: what they write, and what they refuse."""
+"""`objectcache calibrate quality`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     file = tmp_path / "objectcache.toml"
     file.write_text('[compression]\npolicy = "adaptive" # ours\nalpha_s = 2.5\n')
     texts = repository() / "docs" / "guides" / "compression.md"
-    asked = ["calibrate", "--quality", str(tmp_path / "model"), "--texts", str(texts), "--config", str(file)]
+    asked = ["calibrate", "quality", str(tmp_path / "model"), str(texts), "--config", str(file)]
     assert run([*asked, "--smoke", "--json", str(tmp_path / "out.json")]) == 0
     assert "codecs" not in file.read_text(), "--smoke writes nothing"
     found = codecs_table(load_config(file), {"kivi4-1": 0.75}, RATES)
@@ -41,7 +41,7 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
     row = {"codec": "kivi4-1", "bytes": 0.3, "worst_error": 0.1, "mean_error": 0.1, "agreement": 0.55, "kl": 0.0}
     row |= {"perplexity": 1.0, "perplexity_over_exact": 1.0, "quality": 0.53}
     monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options: [row])
-    asked = ["calibrate", "--quality", "x", "--texts", __file__, "--class", "code", "--config", str(file)]
+    asked = ["calibrate", "quality", "x", __file__, "--class", "code", "--config", str(file)]
     assert run(asked) == 0
     settings = load_config(file).compression.settings()
     assert settings is not None
@@ -50,7 +50,7 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
 
 
 def test_without_a_measurement_the_qualities_of_before_stay() -> None:
-    """`--tiers` measures speeds only."""
+    """`calibrate theta` measures speeds only."""
     found = codecs_table(load_config(None), {}, RATES)
     assert set(found) == {"kivi8-1", "fp8-1", "kivi4-1"}
     assert found["fp8-1"]["decoded_bytes_per_s"] == 6e8
@@ -75,12 +75,9 @@ def test_texts_are_spread_and_too_short_ones_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--quality", "x"],
-        ["--quality", "x", "--texts", "/not/there"],
-        ["--tiers", "--link"],
-        ["--class", "code"],
-        ["--quality", "x", "--texts", __file__, "--class", "No Class"],
+        ["x", "/not/there"],
+        ["x", __file__, "--class", "No Class"],
     ],
 )
-def test_what_does_not_go_together_is_refused(options: list[str]) -> None:
-    assert run(["calibrate", *options]) == 2
+def test_texts_that_cannot_be_are_refused(options: list[str]) -> None:
+    assert run(["calibrate", "quality", *options]) == 2

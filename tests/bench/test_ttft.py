@@ -482,10 +482,11 @@ def test_the_servers_config_names_the_link_only_where_there_is_one() -> None:
     """An absent rate is no limit."""
     assert tomllib.loads(config_text(FixedConfig(1000), 1.5e9)) == {
         "storage": {"dram_bytes": 1000},
-        "scheduler": {"policy": "equal", "chunkwise_fraction": 1e-6, "link_bytes_per_s": 1.5e9},
+        "scheduler": {"link_bytes_per_s": 1.5e9},
+        "internals": {"scheduler": {"policy": "equal", "chunkwise_fraction": 1e-6}},
     }
     assert tomllib.loads(config_text(FixedConfig(1000, 0.5), None)) == {"storage": {"dram_bytes": 1000}}
-    assert tomllib.loads(config_text(FixedConfig(1000, 0.5), 1.0))["scheduler"]["gather_s"] == 0.5
+    assert tomllib.loads(config_text(FixedConfig(1000, 0.5), 1.0))["internals"]["scheduler"]["gather_s"] == 0.5
 
 
 def make_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *seen: float | None) -> tuple[PlayedLink, list[int]]:

@@ -13,6 +13,7 @@ from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from bench.beds.connector_extra import extra_config
 from tests.engines.messages import Json
 from tests.engines.scheduled_peer import PEER
 
@@ -60,7 +61,7 @@ def engine_config(folder: Path, setup: Setup) -> Any:
         "kv_connector": "ObjectCacheConnector",
         "kv_connector_module_path": "nixl_client.connectors.vllm",
         "kv_role": setup.role,
-        "kv_connector_extra_config": {"endpoint": "http://127.0.0.1:9", "bucket": "b", **setup.options},
+        "kv_connector_extra_config": extra_config({"endpoint": "http://127.0.0.1:9", "bucket": "b", **setup.options}),
     }
     if setup.peer is not None:
         connectors = [PEER | {"kv_connector_extra_config": dict(setup.peer)}, mine]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.beds.connector_extra import extra_config
 from nixl_client.client import Client
 from tests.engines.messages import Json
 from tests.faults.crash.server import Server
@@ -96,9 +97,9 @@ def running_store(
     """A server, killed with the block. `config` goes before the credentials, `prefix` is a command that runs it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.toml"
-    file.write_text(config + CONFIG)
+    file.write_text(f'{config}[storage]\ndurability = "relaxed"\n{CONFIG}')
     where = ("--port", str(port)) if port else ()
-    server = Server(folder, file, data, prefix, ("--durability", "relaxed", *where, *options))
+    server = Server(folder, file, data, prefix, (*where, *options))
     try:
         endpoint = server.url()
         s3 = s3_client(endpoint)
@@ -113,16 +114,18 @@ def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
     """kv_connector_extra_config; the server need not be there. Waits are so long that a busy machine ends none, and all
     that is stored is loaded: what is worth loading depends on the machine.
     """
-    return {
-        "endpoint": endpoint,
-        "bucket": BUCKET,
-        "model": "tiny",
-        "staging_bytes": 16 << 20,
-        "lookup_timeout_s": 30.0,
-        "load_timeout_s": 60.0,
-        "load": "all",
-        **options,
-    }
+    return extra_config(
+        {
+            "endpoint": endpoint,
+            "bucket": BUCKET,
+            "model": "tiny",
+            "staging_bytes": 16 << 20,
+            "lookup_timeout_s": 30.0,
+            "load_timeout_s": 60.0,
+            "load": "all",
+            **options,
+        }
+    )
 
 
 def free_port() -> int:

@@ -24,10 +24,8 @@ RETRY_S = 0.5
 PLUGIN = {
     "bucket": BUCKET,
     "staging_bytes": 1 << 20,
-    "lookup_timeout_s": 1.0,
     "load_timeout_s": 2.0,
-    "store_timeout_s": 2.0,
-    "retry_s": RETRY_S,
+    "internals": {"lookup_timeout_s": 1.0, "store_timeout_s": 2.0, "retry_s": RETRY_S},
 }
 _seeds = itertools.count(1)
 
@@ -185,7 +183,7 @@ def test_only_what_is_worth_loading_counts_as_stored(
     """In the server's mode both ranks are weighed together: by itself each would be worth loading at 1,100 us."""
     config = f"[scheduler]\nlink_bytes_per_s = {LINK_BYTES_PER_S}\n"
     with running_store(tmp_path / "store", config=config) as store:
-        costs = {"prefill_token_us": token_us[mode], "chunk_tokens": CHUNK_TOKENS}
+        costs = {"prefill": {"token_us": token_us[mode]}, "chunk_tokens": CHUNK_TOKENS}
         plugin = {**PLUGIN, "endpoint": store.endpoint, "load_timeout_s": 30.0, **costs}
         with lmcache(mode, tmp_path / "log", plugin=plugin, config={"blocking_timeout_secs": 60}) as cache:
             seed = next(_seeds)
@@ -201,7 +199,7 @@ def test_only_what_is_worth_loading_counts_as_stored(
 
 def test_costs_without_the_tokens_of_a_chunk_are_an_error_of_the_l2_adapter(tmp_path: Path) -> None:
     """LMCache does not tell it, and nothing would be advised without a word."""
-    plugin = {**PLUGIN, "endpoint": "http://127.0.0.1:9", "prefill_token_us": 100.0}
+    plugin = {**PLUGIN, "endpoint": "http://127.0.0.1:9", "prefill": {"token_us": 100.0}}
     with pytest.raises(AssertionError, match="chunk_tokens"), lmcache("multiprocess", tmp_path / "log", plugin=plugin):
         pass
 
@@ -221,7 +219,7 @@ def test_chunks_come_encoded_where_the_options_say_so(tmp_path: Path, mode: str)
     """LMCache gets KV that differs from its own by no more than the bound, and by something."""
     bound = 0.12
     with running_store(tmp_path / "store", config=ADAPTIVE) as store:
-        plugin = {**PLUGIN, "endpoint": store.endpoint, "lossy": "bounded", "max_error": bound, "content_class": "test"}
+        plugin = {**PLUGIN, "endpoint": store.endpoint, "lossy": bound, "content_class": "test"}
         with lmcache(mode, tmp_path / "log", plugin=plugin, chunk_tokens=32, max_error=bound) as cache:
             seed = next(_seeds)
             cache.put(seed, 6 * 32)

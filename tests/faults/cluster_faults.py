@@ -53,7 +53,7 @@ HELD_S = 3.0
 """So long a fault lasts at least: longer than a lease of membership."""
 SETTLED_S = 60.0
 PUT_CHUNKS = 40
-SERVER_CONFIG = f"[cluster]\nlease_s = 2\n[scheduler]\nlink_bytes_per_s = {LINK_BYTES_PER_S}\n"
+SERVER_CONFIG = f"[internals.cluster]\nlease_s = 2\n[scheduler]\nlink_bytes_per_s = {LINK_BYTES_PER_S}\n"
 
 
 class Role(Enum):

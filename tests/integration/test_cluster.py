@@ -21,6 +21,7 @@ from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.placement import Placement
 from objectcache.adapters.membership import read_view
+from objectcache.cli.main import run
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.etcd import etcd_server
@@ -256,7 +257,10 @@ def test_over_etcd_a_killed_server_leaves_and_its_keys_have_another_keeper(tmp_p
     with (
         etcd_server(tmp_path / "etcd") as etcd,
         cluster(
-            tmp_path, home.url, config="[cluster]\nlease_s = 2\n", where=f"{etcd.url.replace('http', 'etcd')}/kv"
+            tmp_path,
+            home.url,
+            config="[internals.cluster]\nlease_s = 2\n",
+            where=f"{etcd.url.replace('http', 'etcd')}/kv",
         ) as kv,
         kv.client("etcd-chunks") as client,
         kv.client("etcd-chunks", 1) as other,
@@ -347,3 +351,18 @@ def test_what_does_not_fit_is_said_at_the_start(tmp_path: Path, arguments: tuple
     assert done.returncode in (1, 2)
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_gateway_tells_of_its_cluster_and_of_the_members_that_do_not_answer(
+    kv: Cluster, home: LocalStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
+    kv.members["b"].kill()
+    assert run(["cluster", "status", kv.gateways[0].url]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 3 members answer" in said
+    assert [line.split()[0] for line in said.splitlines() if "does not answer" in line] == ["b"]
+    assert run(["cluster", "status", home.url]) == 1
+    assert "a gateway of no cluster" in capsys.readouterr().err

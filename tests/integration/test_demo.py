@@ -22,7 +22,7 @@ ROOT = repository()
 def test_the_demo_finds_the_right_prefix_right_and_wrong_ones_wrong(tmp_path):
     """`make demo` in small: server, boto3 puts, layerwise fetch, model, comparison, picture."""
     figures, picture = tmp_path / "figures.json", tmp_path / "out" / "timeline.png"
-    command = [sys.executable, "-m", "objectcache", "demo", "--quick", "--json", str(figures), "--out", str(picture)]
+    command = [sys.executable, "-m", "objectcache", "demo", "--quick", "--json", str(figures), "--plot", str(picture)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(figures.read_text())
@@ -45,7 +45,7 @@ def test_the_demo_runs_on_a_model_of_a_folder(tmp_path):
     model, figures = tmp_path / "model", tmp_path / "figures.json"
     make_model(model, hidden_size=128, layers=2)
     command = [sys.executable, "-m", "objectcache", "demo", "--model", str(model), "--json", str(figures)]
-    command += ["--out", str(tmp_path / "timeline.png")]
+    command += ["--plot", str(tmp_path / "timeline.png")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert figures.exists(), ended.stdout + ended.stderr
     found = json.loads(figures.read_text())

@@ -84,8 +84,8 @@ def engine(servers: Stack, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield running
 
 
-def looked_up(engine: Engine, tmp_path: Path, *words: str) -> dict[str, object]:
-    (tmp_path / "prompt.txt").write_text("a prompt")
+def looked_up(engine: Engine, tmp_path: Path, prompt: str = "a prompt", *words: str) -> dict[str, object]:
+    (tmp_path / "prompt.txt").write_text(prompt)
     report = tmp_path / "report.json"
     command = ["lookup", "--engine", engine.url, "--prompt-file", str(tmp_path / "prompt.txt")]
     assert run([*command, "--json", str(report), *words]) == 0
@@ -99,22 +99,59 @@ def test_what_is_stored_of_a_prompt_is_told(
     salt = tmp_path.name
     keys = chunk_keys(DEPLOYMENT.namespace(0, "", salt), TOKENS, 4)
     _, chunks = make_chunks(3, LAYOUT)
-    found = looked_up(engine, tmp_path, "--salt", salt)
+    asked = json.dumps({"model": "m", "prompt": "a prompt", "cache_salt": salt, "max_tokens": 5})
+    found = looked_up(engine, tmp_path, asked)
     assert (found["tokens"], found["chunks"], found["stored_chunks"]) == (14, 3, 0)
     with servers.client("chunks", "http") as client:
         client.put_chunks(keys[:2], list(chunks[:2]))
-    found = looked_up(engine, tmp_path, "--salt", salt)
+    found = looked_up(engine, tmp_path, asked)
     assert (found["stored_chunks"], found["stored_tokens"], found["stored_bytes"]) == (2, 8, 2 * LAYOUT.chunk_bytes)
     assert (found["bucket"], found["endpoint"]) == ("chunks", servers.url)
-    assert run(["lookup", "--engine", engine.url, "--prompt-file", str(tmp_path / "prompt.txt"), "--salt", salt]) == 0
+    assert run(["lookup", "--engine", engine.url, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
     said = capsys.readouterr().out
     assert "14 tokens, 3 whole chunks of 4" in said
     assert "2 chunks from the first: 8 tokens (57%), 16 KiB, in chunks at" in said
 
 
-def test_a_prompt_may_be_a_message(engine: Engine, tmp_path: Path) -> None:
-    looked_up(engine, tmp_path, "--chat")
-    assert engine.asked == [{"messages": [{"role": "user", "content": "a prompt"}], "model": "m"}]
+MESSAGES = [{"role": "user", "content": "a prompt"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        (json.dumps({"messages": MESSAGES, "model": "other", "stream": True}), {"messages": MESSAGES}),
+        (json.dumps({"prompt": "a prompt", "cache_salt": "s", "n": 2}), {"prompt": "a prompt"}),
+        ('{"a": 1}', {"prompt": '{"a": 1}'}),
+        ("{not json", {"prompt": "{not json"}),
+        ("", {"prompt": ""}),
+    ],
+)
+def test_a_prompt_is_a_text_or_the_body_of_a_request(
+    engine: Engine, tmp_path: Path, text: str, asked: dict[str, object]
+) -> None:
+    looked_up(engine, tmp_path, text)
+    assert engine.asked == [{**asked, "model": "m"}]
+
+
+def test_the_tokens_of_a_request_are_not_asked_for(engine: Engine, tmp_path: Path) -> None:
+    assert looked_up(engine, tmp_path, json.dumps({"prompt": list(range(9))}))["tokens"] == 9
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"prompt": "x", "cache_salt": 5}', "cache_salt must be a text"),
+        ('{"prompt": ["x", "y"]}', "prompt must be one text"),
+        ('{"prompt": [1, -2]}', "prompt must be one text"),
+    ],
+)
+def test_a_request_that_has_no_one_prompt_is_refused(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text(text)
+    assert run(["lookup", "--engine", engine.url, "--prompt-file", str(tmp_path / "prompt.txt")]) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

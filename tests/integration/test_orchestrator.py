@@ -141,7 +141,7 @@ def may_compute(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again(may_compute: asyncio.Event) -> None:
-    """003: ten at once with `--max-active 3`: three run and seven are refused."""
+    """003: ten at once with `active_max` 3: three run and seven are refused."""
     settings = replace(QUICK, admission=AdmissionSettings(active_max=3, queue_max=0))
     async with canned(2, FAST) as engines, orchestrated(engines, settings) as bed:
         asked = [asyncio.create_task(bed.complete([at, *PROMPT])) for at in range(10)]

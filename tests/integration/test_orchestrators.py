@@ -12,6 +12,7 @@ from bench.beds.canned_engines import CannedSettings
 from objectcache.adapters.etcd import Etcd
 from objectcache.orchestrator.registry import EtcdRegistry
 from objectcache.orchestrator.router import Pin
+from objectcache.orchestrator.rules import prefix_index
 from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.settings import OrchestratorSettings
 from tests.support.etcd import EtcdServer, etcd_server
@@ -171,3 +172,22 @@ async def test_entries_that_are_no_engines_are_left_out(etcd: EtcdServer) -> Non
     await client.close()
     async with orchestrated([], registry=registry(etcd), is_waiting=False) as bed:
         await until(lambda: set(bed.orchestrator.engines) == {"good"})
+
+
+async def test_engines_beyond_the_most_that_can_be_known_leave_the_others_followed(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one of them joins once there is a place for it."""
+    monkeypatch.setattr(prefix_index, "ENGINES_MAX", 1)
+    client = Etcd([etcd.url])
+    await client.start()
+    async with orchestrated([], registry=registry(etcd), is_waiting=False) as bed:
+        await client.put("kv/engines/a", b'{"url": "http://127.0.0.1:9"}')
+        await until(lambda: set(bed.orchestrator.engines) == {"a"})
+        await client.put("kv/engines/b", b'{"url": "http://127.0.0.1:10"}')
+        await client.put("kv/engines/a", b'{"url": "http://127.0.0.1:9", "is_draining": true}')
+        await until(lambda: bed.orchestrator.engines["a"].status().value == "draining")
+        assert set(bed.orchestrator.engines) == {"a"}
+        await client.delete("kv/engines/a")
+        await until(lambda: set(bed.orchestrator.engines) == {"b"})
+    await client.close()

@@ -140,7 +140,9 @@ def test_a_server_may_ask_gateways_for_certificates(tmp_path: Path) -> None:
         both.start()
         assert not both.is_served()
         both.gateway.kill()
-        both.gateway.arguments += ["--peer-certificate", front, "--peer-key", front_key]
+        whole = tmp_path / "gateway-whole.pem"
+        whole.write_text(Path(front).read_text() + Path(front_key).read_text())
+        both.gateway.arguments += ["--peer-certificate", str(whole)]
         both.gateway.start()
         assert both.is_served()
 
@@ -149,7 +151,7 @@ def test_a_server_may_ask_gateways_for_certificates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--peer-certificate", "x"), "need --peer-ca"),
+        (("--peer-certificate", "x"), "needs --peer-ca"),
         (("--peer-ca", "/nowhere.pem"), "--peer-ca"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_backlog_is_refused_with_503_and_when_to_come_back(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_an_operator_changes_the_link_without_a_restart(tmp_path: Path) -> None:
     """SIGHUP reads the file anew, for what is under way too; a file that is wrong changes nothing."""
-    slow = CONFIG + "[scheduler]\nlink_bytes_per_s = 1000\ngather_s = 0\n"
+    slow = CONFIG + "[scheduler]\nlink_bytes_per_s = 1000\n[internals.scheduler]\ngather_s = 0\n"
     file = tmp_path / "config.toml"
     with stack("together", tmp_path, slow) as servers:
         servers.s3().create_bucket(Bucket="chunks")
@@ -145,7 +145,8 @@ def test_an_operator_changes_the_link_without_a_restart(tmp_path: Path) -> None:
             assert eventually(lambda: status(servers)["layerwise_active"] == 1)
             file.write_text(CONFIG + "[scheduler\n")
             os.kill(servers.storage_pid, signal.SIGHUP)
-            file.write_text(CONFIG + '[scheduler]\nlink_bytes_per_s = 1e9\npolicy = "equal"\n')
+            equal = '[internals.scheduler]\npolicy = "equal"\n'
+            file.write_text(f"{CONFIG}[scheduler]\nlink_bytes_per_s = 1e9\n{equal}")
             os.kill(servers.storage_pid, signal.SIGHUP)
             assert eventually(lambda: status(servers)["policy"] == "equal")
             fetch.wait(30)
@@ -195,14 +196,14 @@ def test_a_tenant_with_many_requests_leaves_another_its_share(tmp_path: Path) ->
     [
         ("[scheduler]\nlink_bytes_per_s = 0", "link_bytes_per_s"),
         ("[scheduler]\nlink_bytes_per_s = nan", "link_bytes_per_s"),
-        ('[scheduler]\npolicy = "fair"', "policy"),
-        ('[scheduler]\nrates = "sometimes"', "rates"),
-        ("[scheduler]\nchunkwise_fraction = 0.0", "chunkwise_fraction"),
-        ("[scheduler]\nchunkwise_fraction = 5e-324", "chunkwise_fraction"),
-        ("[scheduler]\nchunkwise_deliveries_max = 0", "chunkwise_deliveries_max"),
-        ("[scheduler]\nqueued_bytes_max = 0", "queued_bytes_max"),
+        ('[internals.scheduler]\npolicy = "fair"', "policy"),
+        ('[internals.scheduler]\nrates = "sometimes"', "rates"),
+        ("[internals.scheduler]\nchunkwise_fraction = 0.0", "chunkwise_fraction"),
+        ("[internals.scheduler]\nchunkwise_fraction = 5e-324", "chunkwise_fraction"),
+        ("[internals.scheduler]\nchunkwise_deliveries_max = 0", "chunkwise_deliveries_max"),
+        ("[internals.scheduler]\nqueued_bytes_max = 0", "queued_bytes_max"),
         ("[scheduler]\nmargin_bytes_per_s = -1", "margin_bytes_per_s"),
-        ("[scheduler]\nepoch_s_max = 0", "epoch_s_max"),
+        ("[internals.scheduler]\nepoch_s_max = 0", "epoch_s_max"),
         ('[[tenants]]\naccess_key = "A"\nweight = 0', "weight"),
         ('[[tenants]]\naccess_key = "A"\npriority = 9', "priority"),
         ('[[tenants]]\naccess_key = "A"\n[[tenants]]\naccess_key = "A"', "tenants"),

@@ -158,9 +158,9 @@ def test_the_admin_token_is_made_at_the_first_start_and_found_by_the_command(tmp
         curl = ["curl", "-s", "-H", f"Authorization: Bearer {token}", f"{url}/_orchestrator/status"]
         status = json.loads(subprocess.run(curl, capture_output=True, check=True, timeout=30).stdout)
         assert [engine["url"] for engine in status["engines"]] == ["http://127.0.0.1:1"]
-        found = cli("orchestrator", "explain", "no-such-request-id", "--url", url, **state)
+        found = cli("orchestrator", "explain", "no-such-request-id", url, **state)
         assert (found.returncode, "404" in found.stderr) == (1, True), found.stderr
-        refused = cli("orchestrator", "explain", "id", "--url", url, XDG_STATE_HOME=str(tmp_path / "other"))
+        refused = cli("orchestrator", "explain", "id", url, XDG_STATE_HOME=str(tmp_path / "other"))
         assert refused.returncode == 2
         assert "OBJECTCACHE_ADMIN_TOKEN" in refused.stderr
 
@@ -198,7 +198,8 @@ def test_large_bodies_take_little_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_relaxed_durability_can_be_chosen(tmp_path: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
-    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--durability", "relaxed")
+    (tmp_path / "relaxed.toml").write_text('[storage]\ndurability = "relaxed"\n')
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--config", str(tmp_path / "relaxed.toml"))
     with started(*serve, environment=keys) as (url, process):
         server = Stack(url, tmp_path / "d", process.pid, [process])
         server.s3().create_bucket(Bucket="bbb")

@@ -1,4 +1,4 @@
-"""`serve --workers`: all processes together keep the limits of `[gateway]`."""
+"""`serve --workers`: all processes together keep the limits of a gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 def workers(directory: Path, count: int, limits: str) -> Iterator[tuple[str | None, int | None]]:
     """The address of a server with so many processes."""
     file = directory / "config.toml"
-    file.write_text(f"[gateway]\n{limits}{CONFIG}")
+    file.write_text(f"[internals.gateway]\n{limits}{CONFIG}")
     serve = ("serve", "--data", str(directory / "d"), "--port", "0", "--workers", str(count), "--config", str(file))
     with started(*serve) as (url, _):
         yield urlsplit(url).hostname, urlsplit(url).port

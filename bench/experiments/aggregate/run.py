@@ -344,7 +344,9 @@ def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, 
                 parts = stack.enter_context(bed.server.client(transport, HTTP_PARTS))
                 contenders.append(fetches_in_parts(bed, parts))
         if state is State.COLD and Transport.SHM in transports:
-            other = ("--cold-reads", "direct")
+            direct = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "direct.toml"
+            direct.write_text('[storage]\ncold_reads = "direct"\n')
+            other = ("--config", str(direct))
             contenders += _of_another_server(settings, state, chunks, Transport.SHM, other, DIRECT, stack)
         if state is State.DRAM and Transport.UCX in transports:
             mapped = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "mapped.toml"

@@ -187,7 +187,7 @@ def half_life_s(case: LiveCase) -> float:
 
 
 def known_qualities(model_name: str, case: LiveCase, seed: int) -> Qualities:
-    """The quality of each codec on each task, on other samples than those that are asked for, as `calibrate --quality`
+    """The quality of each codec on each task, on other samples than those that are asked for, as `calibrate quality`
     writes it: as far as the samples show it.
     """
     rows = measured((model_name,), case.quality_contexts, case.context_tokens, case.questions, seed, lambda _: None)

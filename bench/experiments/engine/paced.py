@@ -119,7 +119,7 @@ LINK_SHARE = 0.5
 NO_LIMIT_BYTES_PER_S = 1e12
 WARM_UPS_MAX = 9
 PROFILE_HIT_RATE = 0.5
-"""What `objectcache calibrate --model` assumes unless told."""
+"""What `objectcache calibrate model` assumes unless told."""
 BOUND = 1.25
 """Of an equal share's TTFT: what nobody passes, whatever others state."""
 LIE = 0.1

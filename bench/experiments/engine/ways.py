@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from bench.beds.connector_extra import extra_config
 from bench.core import options
 from bench.core.options import ascending, each, number, real
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
@@ -305,7 +306,7 @@ def transfer_config(
     elif way in LMCACHES:
         options = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": lmcache_port}
     else:
-        options = {
+        ours = {
             "endpoint": endpoint,
             "bucket": way.bucket,
             "transport": settings.transport.value,
@@ -317,6 +318,7 @@ def transfer_config(
             "store_queue_chunks": STORE_QUEUE_CHUNKS,
             "store": way is not Way.STATED,
         }
+        options = extra_config(ours)
     return {
         "kv_connector": name,
         **({} if module is None else {"kv_connector_module_path": module}),

@@ -408,7 +408,7 @@ def aggregation(session: Session) -> Json:
     tasks: list[Task] = []
     with ExitStack() as stack:
         for nbytes in sizes["aggregation_bytes"]:
-            config = f"[storage]\naggregation_bytes = {nbytes}\ndirect_payload_bytes = {nbytes}\n"
+            config = f"[internals.storage]\naggregation_bytes = {nbytes}\ndirect_payload_bytes = {nbytes}\n"
             server = served(settings, stack, config)
             for prefix in prefixes:
                 store_chunks(server, prefix, f"figure A8: storing, {nbytes >> 10} KiB")

@@ -1,9 +1,9 @@
 """Two vLLM engines over one store, and an orchestrator: `python -m bench.experiments.orchestrator.demo`.
 
-An engine is registered while it runs, requests go where their prefix is, and an engine that is killed costs a second
-attempt.
+SmolLM2 answers questions about a document. An engine is registered while it runs, requests go where their prefix is,
+and an engine that is killed costs a second attempt.
 
-Exit status 0 when every answer is the one that an engine gives by itself, else 1. Needs `make engines`; two minutes.
+Exit status 0 when every answer is the one that an engine gives by itself, else 1. Needs `make engines`; three minutes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from typing import Any
 
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
-from bench.beds.vllm_servers import MODEL, TEXT, VllmServer, make_model, vllm_servers
+from bench.beds.vllm_servers import MODEL, TEXT, VllmServer, vllm_servers
 from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
+from objectcache.demo.weights import NoWeightsError, models_folder, smollm2
 
 BUCKET = "kv-cache"
 DOCUMENT_CHARACTERS = 4000
-OUTPUT_TOKENS = 8
+OUTPUT_TOKENS = 24
 ASK_S = 120.0
-QUESTIONS = ("What is it about?", "Who speaks?", "How does it end?", "Where does it happen?")
+QUESTIONS = (
+    "What is the name of this license?", "Who is the Licensor?", "What is a Contribution?", 'Who is meant by "You"?'
+)  # fmt: skip
 
 
 @dataclass
@@ -45,16 +48,22 @@ class Desk:
         with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
             return json.loads(answer.read()), answer.headers.get("x-objectcache-request-id", "")
 
-    def complete(self, prompt: str) -> tuple[str, dict[str, Any]]:
-        """The text of a completion, and its receipt."""
-        answer, request_id = self.ask("/v1/completions", completion(prompt))
+    def answer(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        """What a model says, and the receipt."""
+        answer, request_id = self.ask("/v1/chat/completions", chat(prompt))
         receipt, _ = self.ask(f"/_orchestrator/receipts/{request_id}")
-        return str(answer["choices"][0]["text"]), receipt
+        return said(answer), receipt
 
 
-def completion(prompt: str) -> dict[str, Any]:
+def chat(prompt: str) -> dict[str, Any]:
     """The request of one answer."""
-    return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+
+
+def said(answer: Any) -> str:
+    """The text of an answer."""
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def told(receipt: dict[str, Any], names: dict[str, str]) -> str:
@@ -77,8 +86,7 @@ def main() -> int:
         store = servers.serve()
         store.make_bucket(BUCKET)
         target = target_of(store, BUCKET)
-        model = folder / "model"
-        make_model(model)
+        model = smollm2(models_folder())
         print("starting two vLLM servers: about a minute", flush=True)
         engines = stack.enter_context(vllm_servers(folder, model, 2, target))
         environment = {"AWS_ACCESS_KEY_ID": target.access_key, "AWS_SECRET_ACCESS_KEY": target.secret_key}
@@ -95,9 +103,9 @@ def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
     answers: list[tuple[str, str]] = []
 
     print("\n1. register: the orchestrator knows engine a; engine b joins while it runs")
-    text, receipt = desk.complete(prompts[0])
+    text, receipt = desk.answer(prompts[0])
     answers.append((prompts[0], text))
-    print(f"   {told(receipt, names)}")
+    print(f"   {QUESTIONS[0]} {text}\n   {told(receipt, names)}")
     desk.ask("/_orchestrator/engines", {"url": engines[1].url})
     for _ in range(100):
         states, _ = desk.ask("/_orchestrator/status")
@@ -107,23 +115,22 @@ def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
     print("   engines: " + ", ".join(f"{names[each['name']]} {each['status']}" for each in states["engines"]))
 
     print("\n2. route: questions about the same document go where its prefix is")
-    for prompt in prompts[1:3]:
-        text, receipt = desk.complete(prompt)
+    for question, prompt in zip(QUESTIONS[1:3], prompts[1:3], strict=True):
+        text, receipt = desk.answer(prompt)
         answers.append((prompt, text))
-        print(f"   {told(receipt, names)}")
+        print(f"   {question} {text}\n   {told(receipt, names)}")
     home = next(engine for engine in engines if engine.url == receipt["engine"])
 
     print(f"\n3. fail: engine {names[home.url]} is killed; the prefix is in the store")
     home.kill()
-    text, receipt = desk.complete(prompts[3])
+    text, receipt = desk.answer(prompts[3])
     answers.append((prompts[3], text))
-    print(f"   {told(receipt, names)}")
+    print(f"   {QUESTIONS[3]} {text}\n   {told(receipt, names)}")
 
     other = next(engine for engine in engines if engine is not home)
     wrong = 0
     for prompt, text in answers:
-        direct = other.post("/v1/completions", completion(prompt))["choices"][0]["text"]
-        wrong += direct != text
+        wrong += said(other.post("/v1/chat/completions", chat(prompt))) != text
     print(f"\n{len(answers) - wrong} of {len(answers)} answers are those of an engine that was asked directly")
     return 1 if wrong or receipt["engine"] != other.url else 0
 
@@ -131,6 +138,6 @@ def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except BaselineError as error:
+    except (BaselineError, NoWeightsError) as error:
         print(f"demo: {error}", file=sys.stderr)
         sys.exit(1)

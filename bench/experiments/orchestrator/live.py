@@ -5,6 +5,7 @@ several rates; and 003's measured tables with vLLM in place of Ollama.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,9 +257,12 @@ def _serving(engines: Sequence[VllmServer], target: S3Target) -> dict[str, Any]:
     with orchestrator_process(urls, "--store", target.url, environment=environment) as (url, _):
         steps = asyncio.run(_steps(url, first, other))
         at_once = [asyncio.run(_at_once(url, count, first)) for count in AT_ONCE]
-    bounded = ("--store", target.url, "--max-active", "3", "--queue-max", "0")
-    with orchestrator_process(urls, *bounded, environment=environment) as (url, _):
-        controlled = asyncio.run(_at_once(url, 10, first))
+    with tempfile.TemporaryDirectory() as folder:
+        bounded = Path(folder) / "bounded.toml"
+        bounded.write_text("[orchestrator]\nactive_max = 3\n[internals.orchestrator]\nqueue_max = 0\n")
+        options = ("--store", target.url, "--config", str(bounded))
+        with orchestrator_process(urls, *options, environment=environment) as (url, _):
+            controlled = asyncio.run(_at_once(url, 10, first))
     return {"steps": steps, "at_once": at_once, "controlled": controlled}
 
 

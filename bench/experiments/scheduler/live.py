@@ -50,13 +50,18 @@ class Rules:
     margin_bytes_per_s: float
     gather_s: float
 
-    def entries(self) -> dict[str, str | float]:
+    def rates(self) -> dict[str, float]:
         """The settings `[scheduler]`."""
         return {
             "link_bytes_per_s": self.link_bytes_per_s / (1 - CHUNKWISE_FRACTION),
+            "margin_bytes_per_s": self.margin_bytes_per_s,
+        }
+
+    def internals(self) -> dict[str, str | float]:
+        """The settings `[internals.scheduler]`."""
+        return {
             "policy": "slack" if self.variant.policy is None else self.variant.policy.value,
             "rates": "work-conserving" if self.variant.is_work_conserving else "held",
-            "margin_bytes_per_s": self.margin_bytes_per_s,
             "gather_s": self.gather_s,
             "epoch_s_max": EPOCH_S_MAX,
             "chunkwise_fraction": CHUNKWISE_FRACTION,
@@ -64,17 +69,17 @@ class Rules:
 
     def table(self) -> str:
         """The same as TOML."""
-        return "\n".join([*table_lines(("scheduler",), self.entries()), ""])
+        internals = table_lines(("internals", "scheduler"), self.internals())
+        return "\n".join([*table_lines(("scheduler",), self.rates()), *internals, ""])
 
 
 def go_by(served: ConfiguredServer, other_tables: str, rules: Rules) -> None:
     """Change the scheduler's rules. Raises LocalServerError when the server does not take them."""
-    wanted: Mapping[str, Any] = rules.entries()
+    rates, internals = rules.rates(), rules.internals()
 
     def holds(status: Mapping[str, Any]) -> bool:
-        rates = ("link_bytes_per_s", "margin_bytes_per_s")
-        return all(is_same_rate(status[name], wanted[name]) for name in rates) and all(
-            status[name] == wanted[name] for name in ("policy", "rates")
+        return all(is_same_rate(status[name], rate) for name, rate in rates.items()) and all(
+            status[name] == internals[name] for name in ("policy", "rates")
         )
 
     served.change(other_tables + rules.table(), holds, rules)
@@ -131,7 +136,8 @@ def measure_live(settings: LiveSettings) -> tuple[dict[str, Any], str | None]:
     stored_bytes = NUM_LAYERS * sum(map(settings.layer_bytes, requests))
     dram_bytes = stored_bytes + stored_bytes // 4 + 64 * MIB
     payload_bytes_max = max(PAYLOAD_BYTES_MIN, round(PAYLOAD_BYTES * settings.link_scale))
-    storage = f"[storage]\ndram_bytes = {dram_bytes}\ndirect_payload_bytes = {payload_bytes_max}\n\n"
+    storage = f"[storage]\ndram_bytes = {dram_bytes}\n"
+    storage += f"[internals.storage]\ndirect_payload_bytes = {payload_bytes_max}\n\n"
     rules = settings.rules(EQUAL, NO_LIMIT_BYTES_PER_S)
     layout = ChunkLayout(NUM_LAYERS, settings.chunk_tokens, settings.per_layer_chunk_bytes)
     cells, problem = list[Json](), None

@@ -91,7 +91,8 @@ class HomeBed:
     def _before_home(self, further: str = "", python_path: Sequence[Path] = ()) -> LocalServer:
         """With landing memory for all chunks of two samples, as one bucket may have half of it."""
         landing_bytes = max(LANDING_BYTES_MIN, 4 * self._nbytes)
-        return self._front(home_table(self._home, f"landing_bytes = {landing_bytes}\n{further}"), python_path)
+        internals = f"[internals.upstream]\nlanding_bytes = {landing_bytes}\n"
+        return self._front(home_table(self._home, internals + further), python_path)
 
     def _front(self, text: str, python_path: Sequence[Path] = ()) -> LocalServer:
         return self._servers.front(text, 0, self._room_bytes + (64 << 20), python_path)

@@ -128,7 +128,7 @@ def measure_ablation(settings: ReplaySettings) -> Json:
     configurations: dict[str, tuple[dict[str, str], str]] = {
         "whole": (whole, f"dram_bytes = {DRAM_BYTES}\n"),
         "without deduplication": (whole, f'dram_bytes = {DRAM_BYTES}\ndedup = "off"\n'),
-        "without aggregation": (whole, f"dram_bytes = {DRAM_BYTES}\npacked_bytes_max = 1\n"),
+        "without aggregation": (whole, f"dram_bytes = {DRAM_BYTES}\n[internals.storage]\npacked_bytes_max = 1\n"),
         "without the DRAM tier": (whole, "dram_bytes = 0\n"),
         "without semantic eviction": ({"eviction": "lru"}, f"dram_bytes = {DRAM_BYTES}\n"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,8 +10,18 @@ from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.recompute import PrefillCosts
 from nixl_client.lossy import MAX_ERROR, Lossy
-from nixl_client.options import BUCKET, dataclass_arguments, require_downlink
+from nixl_client.options import BUCKET, connector_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
+
+PROMISED = frozenset(
+    {
+        "endpoint", "bucket", "transport", "downlink_bytes_per_s", "chunk_tokens", "staging_bytes", "load_timeout_s",
+        "lossy", "content_class", "store", "prefill",
+    }
+)  # fmt: skip
+"""The options that users have. The others are in `internals`, and may change with each version."""
+COSTS = ("token_us", "token_pair_us", "request_us")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +41,13 @@ class Options:
     loads_max: int = 2
     """Loads at a time, each with a buffer of its own."""
     load_timeout_s: float = 8.0
-    """Of one batch, whatever its size."""
+    """One batch has so long, whatever its size."""
     lookup_timeout_s: float = 2.0
     """A lookup that takes longer is a miss."""
     retry_s: float = 5.0
     """After a request that was not answered nothing is asked for so long."""
     prefill_token_us: float = 0.0
-    """The time of computing, as `objectcache calibrate --model` finds it: for each token,"""
+    """The time of computing, as `objectcache calibrate model` finds it: for each token,"""
     prefill_token_pair_us: float = 0.0
     """for each pair of tokens that attend to each other,"""
     prefill_request_us: float = 0.0
@@ -98,4 +109,12 @@ class Options:
     def of(cls, given: Mapping[str, object]) -> Options:
         """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "lossy": Lossy}
-        return cls(**{"endpoint": "", **dataclass_arguments(cls, given, enums)})
+        values = dict(given)
+        costs = values.pop("prefill", {})
+        if not isinstance(costs, Mapping) or not set(costs) <= set(COSTS):
+            raise ValueError(f"prefill must be a table of some of {', '.join(COSTS)}, not {costs!r}")
+        for name in sorted(set(values) & {f"prefill_{name}" for name in COSTS}):
+            _log.warning("the option %s is prefill.%s now", name, name.removeprefix("prefill_"))
+        values |= {f"prefill_{name}": value for name, value in costs.items()}
+        promised = PROMISED | {f"prefill_{name}" for name in COSTS}
+        return cls(**{"endpoint": "", **connector_arguments(cls, values, enums, promised)})

@@ -166,7 +166,7 @@ def weights_name(vllm_config: Any) -> str:
 
 
 def worker_rank(tp_size: int) -> int:
-    """Of this worker, as `Deployment.namespace` counts."""
+    """The rank of this worker, as `Deployment.namespace` counts."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return int(get_pp_group().rank_in_group * tp_size + get_tp_group().rank_in_group)

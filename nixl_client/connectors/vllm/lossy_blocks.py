@@ -41,8 +41,8 @@ class LossyBlocks:
         self._blocks.update(self._tail(blocks[0]))
 
     def loaded(self, blocks: Sequence[int], exact_count: int) -> None:
-        """Of these the first `exact_count` were filled with exact chunks. If all were, or the others are computed after
-        all, so is what is computed from them.
+        """Note that the first `exact_count` of these were filled with exact chunks. If all were, or the others are
+        computed after all, what is computed from them is exact, too.
         """
         if self._is_alone and blocks[0] in self._new:
             is_exact = exact_count == len(blocks)

@@ -9,10 +9,17 @@ from enum import Enum
 from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from nixl_client.lossy import MAX_ERROR, Lossy
-from nixl_client.options import BUCKET, dataclass_arguments, require_downlink
+from nixl_client.options import BUCKET, connector_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 STAGING_BYTES_MAX = 1 << 30
+PROMISED = frozenset(
+    {
+        "endpoint", "bucket", "transport", "downlink_bytes_per_s", "chunk_tokens", "model", "staging_bytes", "staging",
+        "load_timeout_s", "lossy", "content_class", "store",
+    }
+)  # fmt: skip
+"""The options that users have. The others are in `internals`, and may change with each version."""
 WAIT_MAX_S = 120
 """vLLM takes a step of five minutes for a worker that hangs."""
 
@@ -117,4 +124,4 @@ class Options:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "delivery": Delivery, "staging": StagingMemory, "load": LoadPolicy}
         enums["lossy"] = Lossy
-        return cls(**{"endpoint": "", **dataclass_arguments(cls, extra, enums)})
+        return cls(**{"endpoint": "", **connector_arguments(cls, extra, enums, PROMISED)})

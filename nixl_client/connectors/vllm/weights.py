@@ -11,8 +11,10 @@ from pathlib import Path
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER_CONFIG = "adapter_config.json"
 SAMPLE_BYTES = 4096
-SAMPLES_MAX = 512
-"""Of each file."""
+TENSOR_SAMPLES_MAX = 16
+"""Each tensor has no more samples: a merged adapter or an edit changes all of a matrix, or whole rows of it."""
+SAMPLES_MAX = 2048
+"""Each file has no more samples."""
 ADAPTERS_MAX = 4096
 HEADER_BYTES_MAX = 64 << 20
 _log = logging.getLogger(__name__)
@@ -27,8 +29,8 @@ class Adapters:
         self._known: dict[tuple[int, Path], tuple[object, str | None]] = {}
 
     def fingerprint(self, adapter_id: int, path: Path) -> str | None:
-        """Of the adapter that the engine knows by this number. None once its files have changed. Raises OSError for
-        what cannot be read.
+        """The fingerprint of the adapter that the engine knows by this number. None once its files have changed. Raises
+        OSError for what cannot be read.
         """
         state = [(file, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in weight_files(path)]
         known = self._known.get((adapter_id, path))
@@ -58,8 +60,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """A digest of the weights at `path`: each file's name, size and header, and the start of its tensors, at most
-    SAMPLES_MAX of a file. Raises OSError for what cannot be read.
+    """A digest of the weights at `path`: each file's name, size and header, and TENSOR_SAMPLES_MAX samples of each
+    tensor, at most SAMPLES_MAX of a file. Raises OSError for what cannot be read.
     """
     digest = hashlib.sha256()
     for file in weight_files(path):
@@ -80,18 +82,28 @@ def _plan(file: Path, size: int, first: bytes) -> tuple[int, Iterable[int]]:
     if file.suffix == ".safetensors":
         header = 8 + int.from_bytes(first, "little")
         if header <= min(size, HEADER_BYTES_MAX):
-            return header, _some([header + start for start in _tensor_starts(file, header)])
-    return 0, _some(list(range(0, size, SAMPLE_BYTES)))
+            tensors = [(header + start, header + end) for start, end in _tensor_spans(file, header)]
+            each = max(1, min(TENSOR_SAMPLES_MAX, SAMPLES_MAX // max(1, len(tensors))))
+            return header, _some([offset for tensor in tensors for offset in _spread(*tensor, each)])
+    return 0, _spread(0, size, SAMPLES_MAX)
 
 
-def _tensor_starts(file: Path, header: int) -> list[int]:
+def _tensor_spans(file: Path, header: int) -> list[tuple[int, int]]:
     with file.open("rb") as stream:
         stream.seek(8)
         try:
             tensors = json.loads(stream.read(header - 8))
-            return sorted(int(entry["data_offsets"][0]) for name, entry in tensors.items() if name != "__metadata__")
+            spans = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
+            return sorted((int(start), int(end)) for start, end in spans)
         except (ValueError, KeyError, TypeError, AttributeError):
             return []
+
+
+def _spread(start: int, end: int, count: int) -> list[int]:
+    """Where to begin samples of [start, end): at most `count`, evenly, from its start to its end."""
+    last = max(start, end - SAMPLE_BYTES)
+    count = min(count, 1 + -(-(last - start) // SAMPLE_BYTES))
+    return [start + (last - start) * index // max(1, count - 1) for index in range(count)]
 
 
 def _some(offsets: list[int]) -> list[int]:

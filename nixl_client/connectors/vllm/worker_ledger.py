@@ -235,7 +235,7 @@ class WorkerLedger:
         return [TellRead(entry.job.job_id), *self._free_read([request_id])]
 
     def _free_read(self, request_ids: Iterable[str]) -> list[Instruction]:
-        """Of these requests, those whose blocks are awaited and not read any more."""
+        """Free those of these requests whose blocks are awaited and not read any more."""
         freed = [each for each in request_ids if each in self._awaited and each not in self._unread]
         self._awaited.difference_update(freed)
         return [FreeBlocks(request_id) for request_id in freed]

@@ -47,12 +47,12 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Of the errors' sizes."""
+        """The median size of the errors."""
         return statistics.median(map(abs, self.errors()))
 
     @property
     def greatest_error(self) -> float:
-        """Of the errors' sizes."""
+        """The size of the greatest error."""
         return max(map(abs, self.errors()))
 
     def covers(self, cached_tokens: int, context_tokens: int) -> bool:

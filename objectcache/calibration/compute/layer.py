@@ -109,6 +109,11 @@ def is_present(device: Device) -> bool:
     return device is Device.CPU or torch.cuda.is_available()
 
 
+def present_device() -> Device:
+    """The device that torch would serve models on here: a GPU where there is one."""
+    return Device.CUDA if is_present(Device.CUDA) else Device.CPU
+
+
 def describe_device(device: Device) -> str:
     """The device's name in a report."""
     if device is Device.CUDA:

@@ -38,17 +38,19 @@ class ModelShape:
 
     @property
     def token_operations(self) -> int:
-        """Of the matrix products of one token through all layers; multiply and add count as two."""
+        """The operations of the matrix products of one token through all layers; multiply and add count as two."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return 2 * self.num_layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def pair_operations(self) -> int:
-        """Of attention between one token and one before it, all layers: a product with its key, one with its value."""
+        """The operations of attention between one token and one before it, in all layers: a product with its key and
+        one with its value.
+        """
         return 4 * self.num_layers * self.heads * self.head_dim
 
     def prefill_operations(self, cached_tokens: int, context_tokens: int) -> float:
-        """Of the tokens that missed."""
+        """The operations to compute the tokens that were not cached."""
         pairs = causal_pairs(cached_tokens, context_tokens)
         return (context_tokens - cached_tokens) * self.token_operations + pairs * self.pair_operations
 

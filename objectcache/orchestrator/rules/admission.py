@@ -18,7 +18,7 @@ from enum import Enum
 
 QUANTUM_TOKENS = 2048
 TENANT_QUEUE_FRACTION = 0.5
-"""Of the queue, for one tenant, where others have requests in it."""
+"""One tenant has no more than this fraction of the queue where others have requests in it."""
 
 
 @dataclass(frozen=True, slots=True)

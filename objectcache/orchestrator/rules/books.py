@@ -22,7 +22,7 @@ SAMPLES_MAX = 64
 ARRIVALS_MAX, ARRIVALS_MIN = 32, 4
 """Rates are those of so many arrivals; of fewer than the least no rate is told."""
 MEAN_WEIGHT = 0.2
-"""Of the last request in the mean of prefills."""
+"""The last request has this weight in the mean of prefills."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class EngineBooks:
 
     @property
     def correction(self) -> Correction:
-        """Of the engine's costs, by its last prefills."""
+        """The correction of the engine's costs by its last prefills."""
         return self._prefills.correction
 
     def send(self, sent: Sent) -> None:

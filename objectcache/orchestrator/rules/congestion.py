@@ -34,9 +34,9 @@ BUSY_SHARE_MAX = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Congestion:
-    """Of all engines: their number, the arrivals at one of them, the least queue, the share of the time that they
-    compute prompts, the median of their speeds in prompt tokens per µs, and the growth where it is not known: the least
-    of the others', of which an engine that lies can only make so much.
+    """What is known of all engines together: their number, the arrivals at one of them, the least queue, the share of
+    the time that they compute prompts, the median of their speeds in prompt tokens per µs, and the growth where it is
+    not known: the least of the others', of which an engine that lies can only make so much.
     """
 
     engine_count: int
@@ -48,7 +48,7 @@ class Congestion:
 
     @classmethod
     def among(cls, engines: Sequence[EngineState]) -> Congestion:
-        """Of at least one engine."""
+        """The congestion among at least one engine."""
         count = len(engines)
         arrivals_per_s, busy_share, least_queue_s = 0.0, 0.0, float("inf")
         for state in engines:

@@ -32,10 +32,10 @@ SEARCHED_BYTES = 1 << 16
 LINE_BYTES_MAX = 2048
 """The parser takes time that grows with the square of a line's labels."""
 LINES_MAX = 500
-"""Of the metrics that matter: a few for each data-parallel rank."""
+"""The metrics that matter have no more lines: a few for each data-parallel rank."""
 RANKS_MAX = 1024
 REQUESTS_MAX, TOKENS_MAX = 1e6, 1e15
-"""Of what one line counts; no engine has more."""
+"""One line counts no more; no engine has more."""
 COST_MAX = 1e9
 TEXT_MAX = 1024
 STARTED = "process_start_time_seconds"

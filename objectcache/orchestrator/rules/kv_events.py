@@ -16,16 +16,18 @@ from typing import Annotated, Any
 import msgspec
 
 EVENTS_MAX = 65_536
-"""Of one batch."""
+"""One batch has no more events."""
 BATCH_BLOCKS_MAX = 65_536
-"""Of all events of one batch; a step of an engine stores no more."""
+"""All events of one batch have no more blocks; a step of an engine stores no more."""
 NAME_BYTES_MAX = 64
 TEXT_MAX = 512
 EXTRA_CHARACTERS_MAX = 4096
-"""Of what else the KV of one block depends on, as text."""
+"""The text of what else the KV of one block depends on has no more characters."""
 EXTRAS_MAX = 64
 EXTRA_BYTES_MAX, EXTRA_LISTS_MAX = 256 << 10, 16
-"""Of all blocks of an event; and of lists and maps for each block. A byte of a text or a hash may look like one."""
+"""All blocks of an event have no more bytes of it, and each block no more lists and maps. A byte of a text or a hash
+may look like one.
+"""
 FIELD_BYTES_MAX = 4096
 _CONTAINERS = [bytes([each]) for each in (*range(0x80, 0xA0), *range(0xDC, 0xE0))]
 """The bytes with which maps and lists begin."""

@@ -64,12 +64,12 @@ class Scenario:
 
     @property
     def hit_rate(self) -> float:
-        """Of all requests."""
+        """The hit rate of all requests."""
         return self.hit_count / len(self.latencies_ms)
 
     @property
     def rejection_rate(self) -> float:
-        """Of all requests."""
+        """The rejection rate of all requests."""
         return sum(each is None for each in self.latencies_ms) / len(self.latencies_ms)
 
 

@@ -113,7 +113,7 @@ class ObservedPrefills:
 
     @property
     def correction(self) -> Correction:
-        """Of its costs; none where there are too few samples."""
+        """The correction of its costs; none where there are too few samples."""
         if self._correction is None:
             self._correction = EXACT
             if len(self._samples) >= SAMPLES_MIN:

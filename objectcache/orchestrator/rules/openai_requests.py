@@ -22,7 +22,7 @@ OUTPUT_TOKENS_MAX = 1 << 20
 PROMPTS_MAX = 16_384
 SESSION_CHARACTERS_MAX = 256
 NAME_CHARACTERS_MAX = 1024
-"""Of a model and of a salt: receipts, sessions and caches keep them."""
+"""Names of models and salts have no more characters: receipts, sessions and caches keep them."""
 NUMBER_OF_ANSWERS_MAX = 16_384
 """vLLM's own bound."""
 NUMBER_CHARACTERS_MAX = 20

@@ -25,7 +25,7 @@ from objectcache.orchestrator.rules.kv_events import (
 
 ENGINES_MAX = 1024
 BLOCKS_MAX = 4_000_000
-"""Of one engine, all its data-parallel ranks together."""
+"""One engine has no more blocks, all its data-parallel ranks together."""
 EXPECTED_S = 2.0
 """A request that was sent to an engine will have its blocks there soon. If no event says so after this time, the blocks
 do not count any more.

@@ -162,6 +162,17 @@ class ExtentFiles:
             else:
                 self._punch(file_id, offset, nbytes)
 
+    def withheld_bytes(self, extents: Iterable[Extent]) -> int:
+        """How many bytes of these extents the index no longer names, and are there only as long as they are read."""
+        with self._lock:
+            if not self._doomed and not self._holes:
+                return 0
+            return sum(
+                aligned(extent.nbytes)
+                for extent in extents
+                if extent.file_id in self._doomed or extent.offset in self._holes.get(extent.file_id, ())
+            )
+
     def _is_read(self, file_id: str, offset: int) -> bool:
         return file_id in self._whole or (file_id, offset) in self._locations
 

@@ -27,17 +27,19 @@ ROOM_FRACTION = 1 / 256
 """The index of a full directory grows with the bound: a chunk's row has 4 bytes for each 16 KiB."""
 BLOCK_UNIT_BYTES = 512
 OFFERED_FRACTION = 0.8
-"""Of a file system, for a cache that has no size: others write there, too."""
+"""A cache that has no size takes this fraction of a file system: others write there, too."""
 WAITING_MAX = 1024
 WAITING_PART = 1 / 8
-"""Of these places, for one access key."""
+"""One access key has no more than this part of these places."""
 PATIENCE_S = 10.0
 SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
 """Where others wait for room, a body that arrives for so long must have come at this rate,"""
 WHOLE_S = 60.0
 """and at the rate by which all that it announced comes within this time."""
+LACKING_S = 10.0
+"""So long after a refusal somebody lacks room: writers come again, and slow reads are looked at meanwhile."""
 PART_COMING = 1 / 2
-"""Of a cache, for bytes that one access key has announced and that have not come, while others wait."""
+"""While others wait, one access key may have announced no more than this part of a cache that has not come."""
 
 
 CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
@@ -60,7 +62,7 @@ class ArrivingBody:
     _busy_s: float = 0.0
     _busy_since_s: float | None = None
     _marks: tuple[tuple[float, int], tuple[float, int]] | None = None
-    """Of the last two windows: when they began, and how much had come."""
+    """When the last two windows began, and how much had come by then."""
 
     def came(self, nbytes: int, now_s: float) -> None:
         """Count bytes that have come."""
@@ -297,12 +299,13 @@ class Bound:
         self._waiting: deque[_Waiter] = deque()
         self._waiting_bytes: Counter[str] = Counter()
         self._waiting_counts: Counter[str] = Counter()
-        """Of those that wait, by access key."""
+        """How many wait, by access key."""
         self._is_notified = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bodies: list[ArrivingBody] = []
         self._passed_bytes = 0
-        """Of those that have passed the first one in the queue."""
+        """The bytes of those that have passed the first one in the queue."""
+        self._refused_at_s = -math.inf
         self.wants: Callable[[], None] | None = None
         """Called when somebody waits. None where nobody can make room, so that nobody needs to wait."""
         self.reserved_bytes = 0
@@ -325,6 +328,10 @@ class Bound:
         return self.waiting_bytes - min(
             self.waiting_bytes, max(0, limit_bytes - self._used_bytes() - self.reserved_bytes)
         )
+
+    def lacks_room(self) -> bool:
+        """Whether somebody waits for room, or was refused it within the last LACKING_S."""
+        return bool(self._waiting) or asyncio.get_running_loop().time() - self._refused_at_s < LACKING_S
 
     @property
     def promised_bytes(self) -> int:
@@ -500,6 +507,8 @@ class Bound:
 
     def _refusal(self, nbytes: int) -> ServerError:
         limit_bytes = self._limit_bytes()
+        if limit_bytes is None or nbytes <= limit_bytes:
+            self._refused_at_s = asyncio.get_running_loop().time()
         limit = "" if limit_bytes is None else f", which has {format_bytes(limit_bytes)}"
         problem = f"no room for {nbytes} bytes in {self._what}{limit}: {self._remedy}"
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)

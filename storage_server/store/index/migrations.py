@@ -75,9 +75,11 @@ def migrate(connection: sqlite3.Connection) -> None:
     """Take the index to this release's schema. Raises SchemaError where there is no such upgrade, sqlite3.Error where
     the disk is full or fails; the index is then as it was after the last whole step.
     """
+    if (found := schema_of(connection)) in STEPS:
+        _log.warning("the index is upgraded from schema %d to %d: a large one takes minutes", found, SCHEMA_VERSION)
     while (found := schema_of(connection)) in STEPS:
         run_whole(connection, (*STEPS[found], f"PRAGMA user_version={found + 1}"))
-        _log.info("the index was upgraded from schema %d to %d", found, found + 1)
+        _log.warning("the index has schema %d of %d now", found + 1, SCHEMA_VERSION)
     require_current(connection)
 
 

@@ -120,8 +120,9 @@ class Compactor:
                 if tally.segments_read:
                     _log.info("%d segments became %d", tally.segments_read, tally.segments_written)
 
-    async def compact(self, bytes_per_s: float = math.inf) -> Tally:
+    async def compact(self, bytes_per_s: float = math.inf, on_job: Callable[[Tally], None] | None = None) -> Tally:
         """Compact until no worthwhile segment is left, at `bytes_per_s` for each of reading, writing and reading back.
+        `on_job` is called with the tally after each group of segments.
 
         Raises ServerError (InsufficientStorage, InternalError, SlowDown); the job that was under way is undone.
         """
@@ -131,6 +132,8 @@ class Compactor:
             before = tally.progress
             for job in plan(await self._uses(), self._rules()):
                 await self._rewrite(job, tally, bytes_per_s)
+                if on_job is not None:
+                    on_job(tally)
             is_done = tally.progress == before
         return tally
 

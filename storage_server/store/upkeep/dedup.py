@@ -40,7 +40,7 @@ from storage_server.store.upkeep.dedup_rows import (
     Stored,
     Version,
     new_extents,
-    older_twins,
+    older_duplicates,
     settle,
     stored_bytes,
     unknown_versions,
@@ -57,7 +57,7 @@ LOOK_BYTES = 64 * KIB
 """Looking at one version counts like comparing so many bytes."""
 COUNT_INTERVAL_S = 30.0
 COUNT_PART_MAX = 0.01
-"""Of the time, for counting, which reads one index entry for each extent."""
+"""Counting, which reads one index entry for each extent, takes no more than this part of the time."""
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -166,8 +166,8 @@ class Deduplicator:
             await asyncio.sleep(0)
 
     async def _look_at(self, versions: Sequence[Version], bytes_per_s: float) -> list[Version]:
-        """Share the extents of these versions where they have older twins; returns the versions that are not on the
-        disk yet.
+        """Share the extents of these versions where they have older duplicates; returns the versions that are not on
+        the disk yet.
         """
         unsynced: list[Version] = []
         while versions:
@@ -175,9 +175,11 @@ class Deduplicator:
             since = self._files.punch_count
             found = await self._reader.threaded(partial(new_extents, versions=versions, dedup=self._dedup))
             if found.extents:
-                twins = await self._reader.threaded(partial(older_twins, extents=found.extents))
+                duplicates = await self._reader.threaded(partial(older_duplicates, extents=found.extents))
                 equal = [
-                    each for each in twins if await self._are_equal((each.new.extent, each.old), since, bytes_per_s)
+                    each
+                    for each in duplicates
+                    if await self._are_equal((each.new.extent, each.old), since, bytes_per_s)
                 ]
                 shared_count, shared_bytes = await self._change(partial(settle, extents=found.extents, equal=equal))
                 self.shared_count += shared_count

@@ -49,7 +49,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Twins:
+class Duplicate:
     """A new extent, and an older one of the same length, scope and checksums."""
 
     new: NewExtent
@@ -79,8 +79,8 @@ def content_id(scope: str, extent: Extent) -> bytes:
 def unknown_versions(
     db: sqlite3.Connection, after: tuple[str, str], limit: int
 ) -> tuple[list[Version], tuple[str, str] | None]:
-    """Of up to `limit` objects behind the bucket and key `after` those with extents without a content id, and the last
-    object looked at; None where there is none.
+    """The objects with extents without a content id among up to `limit` objects behind the bucket and key `after`, and
+    the last object looked at; None where there is none.
     """
     sql = "SELECT bucket, key, version FROM objects WHERE (bucket, key) > (?, ?) ORDER BY bucket, key LIMIT ?"
     rows = db.execute(sql, (*after, limit)).fetchall()
@@ -117,26 +117,26 @@ def new_extents(db: sqlite3.Connection, versions: Sequence[Version], dedup: Dedu
     return found
 
 
-def older_twins(db: sqlite3.Connection, extents: Sequence[NewExtent]) -> list[Twins]:
-    """The extents that have a twin in another location, which is on the disk: one that was looked at before, or an
+def older_duplicates(db: sqlite3.Connection, extents: Sequence[NewExtent]) -> list[Duplicate]:
+    """The extents that have a duplicate in another location, which is on the disk: one that was looked at before, or an
     older one of these.
     """
     sql = (
         f"SELECT {EXTENT_COLUMNS} FROM extents WHERE content = ? AND nbytes = ? AND blocks = ?"
         " AND synced = 1 ORDER BY version LIMIT 1"
     )
-    found: list[Twins] = []
+    found: list[Duplicate] = []
     firsts: dict[tuple[bytes, int, bytes], Extent] = {}
     for each in sorted(extents, key=lambda each: (each.version, each.part_number)):
         same = (each.content_id, each.extent.nbytes, each.extent.checksums)
         row = db.execute(sql, same).fetchone()
         old = firsts.setdefault(same, each.extent) if row is None else Extent(*row)
         if location_of(old) != location_of(each.extent):
-            found.append(Twins(each, old))
+            found.append(Duplicate(each, old))
     return found
 
 
-def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Twins]) -> tuple[int, int]:
+def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Duplicate]) -> tuple[int, int]:
     """Note the ids of these extents, and make the rows of the `equal` ones name the old bytes; returns how many rows
     do so now, and how many bytes no row names now.
 

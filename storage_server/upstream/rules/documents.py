@@ -27,11 +27,13 @@ HERE_BYTES_MAX = 2 << 10
 """A document up to this size, a dozen entries, is read and written in a millisecond."""
 HERE_ENTRIES_MAX = 16
 ELEMENTS_MAX = 40_000
-"""Of an answer: 1,000 entries of a list have 14 each, and 10,000 buckets 3. Collecting garbage stops every thread, for
-half a microsecond an element.
+"""An answer has no more elements: 1,000 entries of a list have 14 each, and 10,000 buckets 3. Collecting garbage stops
+every thread, for half a microsecond an element.
 """
+SIZE_MAX = 1 << 50
+"""S3's own largest object has 50 TB."""
 ENTRIES_MAX = 1_000
-"""Of one list in a document; pages of S3's lists have no more."""
+"""One list in a document has no more entries; pages of S3's lists have no more."""
 TIME_CHARACTERS_MAX = 64
 _FIRST, _LAST = datetime.fromtimestamp(0, UTC), datetime.fromtimestamp(TIME_S_MAX, UTC)
 """Services write the year 1 for an unknown time, and the last year with any offset: no answer of ours could have it."""
@@ -116,6 +118,14 @@ def entries_of(found: Mapping[str, Any], name: str, entries_max: int = ENTRIES_M
         problem = f"the upstream store's answer has {len(entries)} {name}, of {entries_max} at most"
         raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
     return entries
+
+
+def size_of(entry: Mapping[str, Any]) -> int:
+    """The size in an entry of a list. Raises ValueError for one that no object has."""
+    nbytes: int = entry["Size"]
+    if not 0 <= nbytes <= SIZE_MAX:
+        raise ValueError(f"an object of {nbytes} bytes")
+    return nbytes
 
 
 class _Headers(dict[str, str]):

@@ -40,7 +40,7 @@ DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
 ETAG_CHARACTERS_MAX = 256
 NUMBER_DIGITS_MAX = 18
-"""Of a number of bytes. Python reads no number of more than 4,300."""
+"""A number of bytes has no more digits. Python reads no number of more than 4,300."""
 _FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in KEPT}
 """Other services keep no header that they do not know, but all metadata."""
 _FLAGS_THERE = {there: here for here, there in _FLAGS_HERE.items()}

@@ -16,7 +16,7 @@ from typing import Any
 from storage_server.planning.area_span import AreaSpan
 
 KEYS_MAX = 1_000
-"""Of one call."""
+"""One call has no more keys."""
 LINE_BYTES_MAX = 4 << 20
 REASON_CHARACTERS_MAX = 1_000
 

@@ -9,7 +9,7 @@ from descriptors.xml_body import element_of
 
 MESSAGE_CHARACTERS_MAX = 1024
 ELEMENTS_MAX = 256
-"""Of an error; those of S3 have a dozen."""
+"""An error has no more elements; those of S3 have a dozen."""
 RETRY_AFTER_DIGITS = 6
 _BY_STATUS: Mapping[int, ErrorCode] = {
     304: ErrorCode.NOT_MODIFIED,

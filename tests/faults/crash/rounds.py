@@ -117,7 +117,8 @@ def _one_directory(place: Path, mode: Mode, world: World, rng: Random, count: in
         config = place / "config.toml"
         durability = Durability.RELAXED if mode in (Mode.RELAXED, Mode.THROUGH) else Durability.STRICT
         packed = rng.choice(PACKED_BYTES_MAX)
-        text = f'[storage]\ndurability = "{durability.value}"\npacked_bytes_max = {packed}\n{COMPACTION}{DEDUP}{CONFIG}'
+        text = f'[storage]\ndurability = "{durability.value}"\n'
+        text += f"[internals.storage]\npacked_bytes_max = {packed}\n{COMPACTION}{DEDUP}{CONFIG}"
         if mode in (Mode.BACK, Mode.THROUGH):
             upstream = place / "upstream"
             upstream.mkdir()

@@ -201,7 +201,7 @@ def test_bad_configuration_is_refused_with_its_place(tmp_path: Path) -> None:
         ("[storage]\ntheta = 1\n", "storage.theta"),
         ("nonsense", "c.toml"),
         ("[[credentials]]\naccess_key='abc'\nsecret_key='x'\n", "secret_key"),
-        ("[storage]\naggregation_bytes = 8192\nwindow_bytes = 4096\n", "aggregation_bytes"),
+        ("[internals.storage]\naggregation_bytes = 8192\nwindow_bytes = 4096\n", "aggregation_bytes"),
     ]:
         file.write_text(text)
         done = run([sys.executable, "-m", "objectcache", "serve", "--data", str(tmp_path), "--config", str(file)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from email.header import decode_header
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from descriptors.errors import CallerError
 from descriptors.objects import Attributes, ObjectInfo
-from gateway.s3.object_headers import object_headers, stored_headers
+from gateway.s3.object_headers import expiration_header, object_headers, stored_headers
 
 
 def answered(headers: dict[str, str]) -> dict[str, str]:
@@ -26,6 +27,16 @@ def test_a_value_is_ascii_in_an_answer_and_has_all_its_text(value: str) -> None:
     else:
         ((word, charset),) = decode_header(got)
         assert (word.decode(), charset) == (value, "utf-8")
+
+
+@given(st.text(max_size=30))
+def test_a_rule_of_any_name_is_told_in_ascii(rule_id: str) -> None:
+    """A service upstream may name its rules with bytes that are no text."""
+    header = expiration_header((1_445_558_400.0, rule_id))["x-amz-expiration"]
+    assert header.isascii()
+    if rule_id.isascii():
+        name = header.partition('rule-id="')[2].removesuffix('"')
+        assert unquote(name) == rule_id
 
 
 def test_a_name_that_no_answer_can_have_is_refused_and_counted_where_it_is_kept_already() -> None:

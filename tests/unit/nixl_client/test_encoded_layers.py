@@ -231,7 +231,7 @@ def test_readers_say_how_much_loss_they_take() -> None:
 def test_the_engines_options_have_the_loss_off_by_default() -> None:
     base = {"endpoint": "http://127.0.0.1:1", "bucket": "b"}
     assert Options.of(base).lossy is Lossy.OFF
-    assert Options.of({**base, "lossy": "bounded", "max_error": 0.1}).lossy is Lossy.BOUNDED
-    for wrong in ({"lossy": "yes"}, {"lossy": "bounded", "max_error": -1.0}):
+    assert Options.of({**base, "lossy": 0.1}).lossy is Lossy.BOUNDED
+    for wrong in ({"lossy": "yes"}, {"lossy": -1.0}):
         with pytest.raises(ValueError, match=r"lossy|max_error"):
             Options.of({**base, **wrong})

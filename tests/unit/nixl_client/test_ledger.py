@@ -127,6 +127,13 @@ def test_more_chunks_than_asked_for_is_a_violation() -> None:
         DeliveryState(ID, LAYOUT, K).apply(Admitted(ID, Mode.LAYER_MAJOR, K + 1))
 
 
+def test_fewer_chunks_than_were_asked_for_are_a_violation_where_all_must_come() -> None:
+    """With on_missing=fail a server either sends all or says which one is missing."""
+    with pytest.raises(ProtocolViolationError, match="5 chunks of 6"):
+        DeliveryState(ID, LAYOUT, K, chunk_count_min=K).apply(Admitted(ID, Mode.LAYER_MAJOR, K - 1))
+    DeliveryState(ID, LAYOUT, K, chunk_count_min=K).apply(Admitted(ID, Mode.LAYER_MAJOR, K))
+
+
 @pytest.mark.parametrize("notice", [*notices_of(2), Failed(ID, 3, 4)], ids=repr)
 def test_notices_survive_their_codec_and_truncations_do_not(notice: Notice) -> None:
     data = encode_notice(notice)

@@ -34,7 +34,7 @@ def test_each_size_and_rate_of_the_configuration_may_be_written_with_a_unit(fiel
 def test_rates_of_a_file_are_bytes_in_a_second(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(
-        '[storage]\ndedup_bytes_per_s = "256MB"\ncompact_bytes_per_s = "64MiB"\n'
+        '[internals.storage]\ndedup_bytes_per_s = "256MB"\ncompact_bytes_per_s = "64MiB"\n'
         '[scheduler]\nlink_bytes_per_s = "12.5GB"\n[[tenants]]\naccess_key = "A"\nbytes_per_s_max = "0.5 GB"\n'
     )
     loaded = load_config(file)

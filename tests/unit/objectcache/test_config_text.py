@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from objectcache.cli.config import ConfigError, load_config
 from objectcache.cli.config_file import edit_file
 from objectcache.cli.config_text import (
-    WRITTEN_BY,
     ConfigTextError,
     entry_lines,
-    with_calibration,
     with_entry,
-    with_link,
     with_profile,
     with_table,
     with_values,
@@ -28,7 +25,7 @@ OWN = """# of a deployment
 dram_bytes = 4096
 
 [scheduler]   # shared
-policy = "calibrated" # not link_bytes_per_s = 7
+# not link_bytes_per_s = 7
 link_bytes_per_s = 1e9   # the NIC's
 
 [[tenants]]
@@ -57,17 +54,6 @@ hit_rate = 0.9
 
 # the end
 """
-LINK = {
-    "measured_at": "2026-01-01T00:00:00+00:00",
-    "machine": "mine",
-    "rounds": 7,
-    "bytes_per_s": 2e9,
-    "low_bytes_per_s": 1e9,
-    "high_bytes_per_s": 3e9,
-    "margin_bytes_per_s": 5e7,
-    "margin_low_bytes_per_s": 0.0,
-    "margin_high_bytes_per_s": 6e7,
-}
 SCHEDULER = {"link_bytes_per_s": 2e9, "margin_bytes_per_s": 5e7}
 MINE = {
     "name": "mine",
@@ -104,34 +90,6 @@ def test_a_value_is_not_looked_for_in_other_tables() -> None:
     }
 
 
-def test_a_link_goes_into_the_scheduler_and_a_table_of_its_own() -> None:
-    """And the next one replaces its table, not that of another transport."""
-    once = with_link(OWN, "ucx", SCHEDULER, LINK)
-    assert with_link(once, "ucx", SCHEDULER, LINK) == once
-    assert once.count(WRITTEN_BY) == 1
-    both = with_link(once, "shm", {**SCHEDULER, "link_bytes_per_s": 8e9}, LINK)
-    old = tomllib.loads(OWN)
-    assert tomllib.loads(both) == {
-        **old,
-        "scheduler": {**old["scheduler"], **SCHEDULER, "link_bytes_per_s": 8e9},
-        "calibration": {"link": {"ucx": LINK, "shm": LINK}},
-    }
-    assert "# the end\n" in both
-
-
-def test_theta_and_links_are_calibrated_one_without_the_other() -> None:
-    """Whichever comes first, in the file and in time."""
-    theta = {"rounds": 1, "dram": {"shm": {"layer_major": {"request_s": 1.0}}}}
-    for text in (
-        with_link(with_calibration(OWN, 5, theta), "ucx", SCHEDULER, LINK),
-        with_calibration(with_link(OWN, "ucx", SCHEDULER, LINK), 5, theta),
-    ):
-        assert tomllib.loads(text)["calibration"] == {**theta, "link": {"ucx": LINK}}
-        again = with_calibration(text, 6, {"rounds": 2})
-        assert tomllib.loads(again)["calibration"] == {"rounds": 2, "link": {"ucx": LINK}}
-        assert tomllib.loads(again)["storage"] == {"dram_bytes": 4096, "theta_bytes": 6}
-
-
 def test_a_profile_changes_in_its_lines() -> None:
     """Only what is new in it; other profiles, their order and all comments stay."""
     edited = with_profile(OWN, MINE)
@@ -154,7 +112,7 @@ def test_a_new_profile_goes_to_the_end() -> None:
 def test_line_ends_stay(newline: str) -> None:
     """An editor on another system wrote the file."""
     text = OWN.replace("\n", newline)
-    for edited in (with_profile(text, MINE), with_link(text, "ucx", SCHEDULER, LINK)):
+    for edited in (with_profile(text, MINE), with_values(text, "scheduler", SCHEDULER)):
         assert edited.count("\n") == edited.count(newline)
 
 
@@ -176,12 +134,12 @@ def test_a_profile_that_cannot_be_replaced_safely_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["calibration = 1\n", "[calibration]\nlink = 1\n", "calibration = {link = {ucx = {a = 1}}}\n"]
+    "text", ["compression = 1\n", "[compression]\nclasses = 1\n", "compression = {classes = {code = {a = 1}}}\n"]
 )
 def test_a_table_that_cannot_be_replaced_safely_is_refused(text: str) -> None:
     """The same for tables."""
     with pytest.raises(ConfigTextError):
-        with_table(text, ("calibration", "link", "ucx"), LINK)
+        with_table(text, ("compression", "classes", "code"), {"kivi4-1": 0.93})
 
 
 SCALARS = st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text(max_size=8))
@@ -212,29 +170,9 @@ def test_what_is_written_loads(tmp_path: Path) -> None:
     """A server takes the figures as its own."""
     path = tmp_path / "objectcache.toml"
     path.write_text(OWN)
-    edit_file(path, lambda text: with_profile(with_link(text, "ucx", SCHEDULER, LINK), MINE))
+    edit_file(path, lambda text: with_profile(with_values(text, "scheduler", SCHEDULER), MINE))
     config = load_config(path)
     settings = config.scheduler_settings()
     assert (settings.link_bytes_per_s, settings.pool.margin_bytes_per_s) == (2e9, 5e7)
     assert [each.name for each in settings.profiles] == ["mine", "theirs"]
     assert settings.profiles[0].request_us == 7000.5
-    assert config.calibration is not None
-    assert config.calibration.link["ucx"].margin_high_bytes_per_s == 6e7
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[calibration]\nrounds = 1\n",
-        "[calibration]\nmachine = 'x'\n",
-        "[calibration.link.pigeon]\nrounds = 1\n",
-        "[calibration.link.shm]\nrounds = 1\n",
-    ],
-    ids=["half of theta", "no theta", "no such transport", "half of a link"],
-)
-def test_half_a_calibration_is_refused(tmp_path: Path, text: str) -> None:
-    """Each of its parts is whole or absent."""
-    path = tmp_path / "objectcache.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="calibration"):
-        load_config(path)

@@ -78,7 +78,7 @@ def test_a_tenant_that_nobody_is_is_refused(tmp_path: Path) -> None:
         ),
         (["orchestrator", "--engine", "http://127.0.0.1:8000/v1"], "must be http://HOST:PORT, without /v1"),
         (["demo", "--quick", "--model", "x"], "--quick takes no --model"),
-        (["calibrate", "--data", "{tmp}/no/folder", "--smoke"], "{tmp}/no: no such folder"),
+        (["calibrate", "theta", "--data", "{tmp}/no/folder", "--smoke"], "{tmp}/no: no such folder"),
     ],
 )
 def test_a_command_that_is_wrong_is_told_in_a_line(
@@ -108,6 +108,8 @@ def test_a_namespace_that_models_would_share_is_refused(wrong: dict[str, object]
 
 def test_an_engine_is_registered_without_a_path() -> None:
     assert engine_settings({"url": "http://127.0.0.1:8000/"}).url == "http://127.0.0.1:8000"
+    with pytest.raises(ValueError, match="ranks of an engine"):
+        engine_settings({"url": "http://127.0.0.1:8000", "name": "a#1"})
     with pytest.raises(ValueError, match="without /v1"):
         engine_settings({"url": "http://127.0.0.1:8000/v1"})
 

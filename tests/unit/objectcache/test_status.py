@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from objectcache.cli.banner import Started, banner
-from objectcache.cli.status import rates_between, status_lines, top_line
+from objectcache.cli.status import cluster_lines, rates_between, status_lines, top_line
 
 SCHEDULER = {
     "policy": "slack", "rates": "held", "link_bytes_per_s": 1.25e9, "layerwise_active": 2, "chunkwise_active": 1,
@@ -51,6 +51,25 @@ def test_a_cluster_has_a_part_for_each_server_and_a_failure_its_request_id() -> 
     assert sum(line.startswith("storage server ") for line in lines) == 2
     assert "none: nothing is ever evicted" in "\n".join(lines)
     assert lines[-1].split() == ["01-01", "00:00:00", "503", "SlowDown", "get_object", "kv", "ABC"]
+
+
+def test_members_are_told_with_their_share_of_the_keys_also_those_that_do_not_answer() -> None:
+    members = [
+        {"name": "a", "endpoint": "http://a:1", "key_share": 0.75, "is_draining": False},
+        {"name": "b", "endpoint": "http://b:1", "key_share": 0.25, "is_draining": False},
+        {"name": "c", "endpoint": "http://c:1", "key_share": 0.0, "is_draining": True},
+    ]
+    cluster = {"cluster_id": "kv", "view": 7, "members": members}
+    told = {**status(server(name="a"), server(name="c")), "cluster": cluster}
+    lines = cluster_lines(told)
+    assert lines[0] == "cluster kv, view 7: 2 of 3 members answer"
+    assert [line.split() for line in lines[2:]] == [
+        ["a", "http://a:1", "75%", "up", "1.5", "min", "1", "GiB", "1.2.3"],
+        ["b", "http://b:1", "25%", "does", "not", "answer"],
+        ["c", "http://c:1", "0%", "up", "1.5", "min,", "draining", "1", "GiB", "1.2.3"],
+    ]
+    assert lines[0] in status_lines("u", told)
+    assert "cluster" not in "\n".join(status_lines("u", {**told, "cluster": None}))
 
 
 def test_no_server_is_said() -> None:

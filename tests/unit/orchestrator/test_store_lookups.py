@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,6 +54,30 @@ async def test_prompts_that_take_long_to_name_do_not_switch_the_store_off(monkey
         assert (store.count, store.failure_count) == (0, 0)
     finally:
         ended.set()
+        store.close()
+
+
+async def test_engines_with_other_chunks_take_turns_at_having_prompts_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine that publishes chunks of one token would otherwise keep the thread from all others."""
+    named: list[int] = []
+    go_on = threading.Event()
+
+    def keys(self: KeyChain, tokens: Sequence[int], count: int) -> tuple[str, ...]:
+        go_on.wait(60)
+        named.append(count)
+        return ()
+
+    monkeypatch.setattr(KeyChain, "keys", keys)
+    store, costly, other = lookups(60.0), published(), published()
+    costly = replace(costly, deployment=Deployment("model", "bfloat16", 1), layout=ChunkLayout(2, 1, 4096))
+    try:
+        asked = [asyncio.create_task(store.find(each, TOKENS, "")) for each in (costly, costly, costly, other)]
+        await asyncio.sleep(0)  # all of them have asked
+        go_on.set()
+        await asyncio.gather(*asked)
+        assert named == [64, 4, 64, 64]
+    finally:
+        go_on.set()
         store.close()
 
 

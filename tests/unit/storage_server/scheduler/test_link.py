@@ -162,7 +162,7 @@ async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way(played: P
 async def test_rules_that_are_changed_hold_for_what_is_under_way(
     changed: SchedulerSettings, mode: Mode, played: PlayedTime
 ) -> None:
-    """What was let go stays let go, and the rest goes by the new rules."""
+    """What was dispatched stays dispatched, and the rest goes by the new rules."""
     link = Link(SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0)), early_max=2)
     async with placed(link, mode) as place:
         turn = asyncio.create_task(carry(place, LAYERS if mode is Mode.LAYER_MAJOR else 1))
@@ -216,7 +216,7 @@ async def test_the_offered_rate_is_a_share_by_weight_and_within_the_cap() -> Non
         assert link.offered_rate_bytes_per_s("PLAIN") == pytest.approx(RATE / 2)
 
 
-async def test_chunk_major_deliveries_beyond_the_seats_wait_and_all_end() -> None:
+async def test_chunk_major_deliveries_beyond_the_channels_wait_and_all_end() -> None:
     link = link_of(chunkwise_deliveries_max=1)
     async with placed(link, Mode.CHUNK_MAJOR) as one, placed(link, Mode.CHUNK_MAJOR) as two:
         assert link.status().chunkwise_waiting == 1
@@ -252,7 +252,7 @@ async def test_neither_side_of_the_link_starves_the_other() -> None:
 
 
 async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_need(played: PlayedTime) -> None:
-    """What is let go is gathered one by one while the transport is behind, unless there is memory to spare."""
+    """What is dispatched is gathered one by one while the transport is behind, unless there is memory to spare."""
     link = Link(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(gather_s=0.0)), early_max=0)
     async with placed(link) as place:
         await place.wait_to_gather(0, is_staged=True)
@@ -265,11 +265,11 @@ async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_n
 
 
 async def test_a_delivery_admitted_before_the_rules_change_knows_its_grant(played: PlayedTime) -> None:
-    """All of it may have been let go before anybody looked."""
+    """All of it may have been dispatched before anybody looked."""
     link = link_of()
     async with placed(link) as place:
         while place.flow is not None and not place.flow.is_over:
-            place._let_go_count and place.note_sent()
+            place._dispatched_count and place.note_sent()
             await played.passes(0.001)
         link.reconfigure(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(Policy.EQUAL)))
         grant = await asyncio.wait_for(place.admitted(), 60)

@@ -1,4 +1,4 @@
-"""Both sides of one link on a played clock: caps, weights, seats, priorities, and what one side leaves to the other."""
+"""Both sides of a link on a played clock: caps, weights, channels, priorities, and what one leaves to the other."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ A, B = Tenant("A"), Tenant("B")
 class Played:
     """A link on a played clock. Clients in `stopped` take nothing; all others take what goes to them at once."""
 
-    def __init__(self, pool: PoolSettings = SLACK, seats: int = 64) -> None:
-        some = SchedulerSettings(RATE, pool, chunkwise_fraction=FRACTION, chunkwise_deliveries_max=seats)
+    def __init__(self, pool: PoolSettings = SLACK, channels: int = 64) -> None:
+        some = SchedulerSettings(RATE, pool, chunkwise_fraction=FRACTION, chunkwise_deliveries_max=channels)
         self.schedule = LinkSchedule(some, RATE)
         self.now = 0.0
         self.sent: defaultdict[Flow, list[float]] = defaultdict(list)
@@ -105,10 +105,10 @@ def test_a_cap_holds_for_chunk_major_deliveries() -> None:
     assert played.bytes_of(*flows) == 300 * PAYLOAD
 
 
-def test_a_tenant_with_a_cap_that_is_used_up_holds_no_seat() -> None:
+def test_a_tenant_with_a_cap_that_is_used_up_holds_no_channel() -> None:
     """Others are as fast as without it, but for what it may send, and it ends all the same."""
     capped = Tenant("A", rate_max_bytes_per_s=1e6)
-    played = Played(seats=2)
+    played = Played(channels=2)
     slow = [played.chunkwise(capped, 5) for _ in range(5)]
     played.run(0.01)
     others = [played.chunkwise(B, 50) for _ in range(4)]
@@ -139,8 +139,8 @@ def test_what_a_stopped_request_does_not_use_goes_to_its_tenants_others() -> Non
     assert abs(played.bytes_of(reads) - played.bytes_of(other)) <= 3 * PAYLOAD
 
 
-def test_seats_go_to_tenants_in_turn_and_to_a_tenants_requests_in_order() -> None:
-    played = Played(seats=1)
+def test_channels_go_to_tenants_in_turn_and_to_a_tenants_requests_in_order() -> None:
+    played = Played(channels=1)
     first, second, third = (played.chunkwise(A) for _ in range(3))
     other = played.chunkwise(B)
     played.run()
@@ -148,9 +148,9 @@ def test_seats_go_to_tenants_in_turn_and_to_a_tenants_requests_in_order() -> Non
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_a_tenant_that_has_all_seats_makes_room_for_one_that_has_none(priority: int) -> None:
-    """A tenant gives a seat up unless its priority is higher. The request that lost its seat goes on later."""
-    played = Played(seats=4)
+def test_a_tenant_that_has_all_channels_makes_room_for_one_that_has_none(priority: int) -> None:
+    """A tenant gives a channel up unless its priority is higher. The request that lost its channel goes on later."""
+    played = Played(channels=4)
     many = [played.chunkwise(Tenant("A", priority=priority), 100) for _ in range(8)]
     played.run(0.01)
     one = played.chunkwise(B, 50)
@@ -163,9 +163,9 @@ def test_a_tenant_that_has_all_seats_makes_room_for_one_that_has_none(priority: 
     assert set(played.ended) == {*many, one}
 
 
-def test_higher_priority_has_seats_first_and_nobody_waits_for_ever() -> None:
-    """One seat in `OLDEST_EACH` goes to the request that has waited longest."""
-    played = Played(seats=1)
+def test_higher_priority_has_channels_first_and_nobody_waits_for_ever() -> None:
+    """One channel in `OLDEST_EACH` goes to the request that has waited longest."""
+    played = Played(channels=1)
     low = [played.chunkwise(A) for _ in range(3)]
     high = [played.chunkwise(Tenant("HIGH", priority=7)) for _ in range(3 * OLDEST_EACH)]
     played.run()
@@ -175,9 +175,9 @@ def test_higher_priority_has_seats_first_and_nobody_waits_for_ever() -> None:
     assert [flow for flow in played.ended if flow in high] == high
 
 
-def test_a_client_that_does_not_read_gives_its_seat_up() -> None:
+def test_a_client_that_does_not_read_gives_its_channel_up() -> None:
     """After `IDLE_S` to the moment, and no sooner."""
-    played = Played(seats=1)
+    played = Played(channels=1)
     stopped, other = played.chunkwise(A, 10, stops=True), played.chunkwise(A)
     played.run(1.0)
     behind_s = AHEAD_MAX * PAYLOAD_S
@@ -186,8 +186,8 @@ def test_a_client_that_does_not_read_gives_its_seat_up() -> None:
     assert (played.schedule.chunkwise_active_count, played.schedule.chunkwise_queued_count) == (0, 1)
 
 
-def test_a_client_that_reads_again_is_the_first_of_its_tenant_to_get_a_seat() -> None:
-    played = Played(seats=1)
+def test_a_client_that_reads_again_is_the_first_of_its_tenant_to_get_a_channel() -> None:
+    played = Played(channels=1)
     stopped = played.chunkwise(A, 10, stops=True)
     played.run(0.1)
     busy, waits = played.chunkwise(A, 100), played.chunkwise(A)
@@ -197,8 +197,8 @@ def test_a_client_that_reads_again_is_the_first_of_its_tenant_to_get_a_seat() ->
     assert played.ended == [busy, stopped, waits]
 
 
-def test_a_client_that_reads_in_time_keeps_its_seat() -> None:
-    played = Played(seats=1)
+def test_a_client_that_reads_in_time_keeps_its_channel() -> None:
+    played = Played(channels=1)
     slow, other = played.chunkwise(A, 4, stops=True), played.chunkwise(B)
     while not slow.is_over:
         played.run(played.now + IDLE_S * 0.9)
@@ -235,10 +235,10 @@ tenants = st.sampled_from(
 @pytest.mark.slow
 @given(st.integers(1, 3), st.lists(st.tuples(moves, tenants), max_size=30))
 def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
-    seats: int, some: list[tuple[tuple[str, int, float], Tenant]]
+    channels: int, some: list[tuple[tuple[str, int, float], Tenant]]
 ) -> None:
     """Through stops, departures at any moment, caps and priorities."""
-    played = Played(seats=seats)
+    played = Played(channels=channels)
     flows: list[Flow] = []
     for (what, index, for_s), tenant in some:
         flow = flows[index % len(flows)] if flows else None
@@ -256,7 +256,7 @@ def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
             case "run":
                 played.run(played.now + for_s)
         schedule = played.schedule
-        assert schedule.chunkwise_active_count <= seats
+        assert schedule.chunkwise_active_count <= channels
         assert len(schedule.flows()) == schedule.chunkwise_active_count + schedule.chunkwise_queued_count
     for flow in flows:
         played.read(flow)
@@ -267,7 +267,7 @@ def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
     assert len(played.schedule._chunkwise._ready) == 0
 
 
-def test_a_request_that_goes_on_behind_its_transport_waits_for_it_without_a_seat() -> None:
+def test_a_request_that_goes_on_behind_its_transport_waits_for_it_without_a_channel() -> None:
     """As it does when the rules change under way."""
     chunkwise = Chunkwise(1, RATE, TenantMeter())
     flow = Flow(1, A, Demand(10 * PAYLOAD, 1), layers_of((PAYLOAD,) * 10, 1), 0.0, is_chunkwise=True)

@@ -153,7 +153,7 @@ def test_a_higher_priority_goes_first_within_the_others_bounds() -> None:
 
 @pytest.mark.parametrize("reads_again_s", [0.5, math.inf])
 def test_a_client_that_stops_reading_delays_nobody(reads_again_s: float) -> None:
-    """Others end no later than if it had read on; it is let go no more than what is ahead."""
+    """Others end no later than if it had read on; it is dispatched no more than what is ahead."""
     asked = [Asked(0.1 * index, 16 * MIB, 0.01, payload_bytes=MIB) for index in range(5)]
     reading = play(Pool(SLACK, LINK), asked)
     stops = replace(asked[1], stops_s=0.15, reads_again_s=reads_again_s, leaves_s=3.0)

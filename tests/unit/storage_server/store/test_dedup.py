@@ -100,7 +100,7 @@ async def test_space_in_a_segment_that_is_still_written_comes_back(tmp_path: Pat
     store.close()
 
 
-async def test_the_scan_finds_twins_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_scan_finds_duplicates_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes by key, and the newer object may have the smaller one."""
     monkeypatch.setattr(dedup, "VERSIONS_AT_ONCE", 1)
     store = await store_with_bucket(tmp_path, dedup=Dedup.OFF)
@@ -429,7 +429,7 @@ async def test_a_full_cache_keeps_more_keys_than_it_has_bytes_for(
     store.close()
 
 
-async def test_twins_are_looked_up_in_the_index(tmp_path: Path) -> None:
+async def test_duplicates_are_looked_up_in_the_index(tmp_path: Path) -> None:
     """A scan of all extents for each new one would take minutes in a large store."""
     store = await store_with_bucket(tmp_path)
     queries: list[str] = []
@@ -437,7 +437,7 @@ async def test_twins_are_looked_up_in_the_index(tmp_path: Path) -> None:
     def plan_of(db: sqlite3.Connection) -> list[str]:
         db.set_trace_callback(queries.append)
         extent = Extent("f", 0, 10, b"abcd")
-        dedup_rows.older_twins(db, [dedup_rows.NewExtent("bbb", "key", 5, 1, extent, bytes(16))])
+        dedup_rows.older_duplicates(db, [dedup_rows.NewExtent("bbb", "key", 5, 1, extent, bytes(16))])
         db.set_trace_callback(None)
         return [row[3] for query in queries for row in db.execute(f"EXPLAIN QUERY PLAN {query}")]
 

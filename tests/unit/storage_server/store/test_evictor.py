@@ -15,11 +15,11 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import LEASE_S_MAX
-from descriptors.objects import ListRequest, PutRequest
+from descriptors.objects import ListRequest, PutRequest, ReadRequest
 from descriptors.units import KIB, MIB
 from storage_server.eviction.books import Books
 from storage_server.settings import CacheSettings, StorageSettings
-from storage_server.store import evictor, former_objects
+from storage_server.store import evictor, former_objects, slow_readers
 from storage_server.store.data import space
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import queries
@@ -170,6 +170,44 @@ async def test_a_write_waits_for_what_is_on_its_way(tmp_path: Path, monkeypatch:
     await asyncio.gather(*under_way, late)
     listed = (await store.objects.list_objects("k", ListRequest("cached"))).objects
     assert sum(each.nbytes for each in listed) <= 16 * MIB
+    running.cancel()
+    await asyncio.wait((running,))
+    store.close()
+
+
+@pytest.mark.parametrize("caches", [(CacheSettings("cached"),), ()])
+async def test_writes_get_the_room_that_a_slow_reader_withholds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caches: tuple[CacheSettings, ...]
+) -> None:
+    """A writer into a cache waits for it. Where nobody makes room, it is told to come again, and then there is room."""
+    monkeypatch.setattr(slow_readers, "SLOW_S", 0.2)
+    monkeypatch.setattr(evictor, "TICK_S", 0.02)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=caches, disk_bytes=64 * MIB))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    running = asyncio.create_task(store.evictor.run())
+    body = bytes(30 * MIB)
+    await store.objects.put_object("k", PutRequest("cached", "first", len(body)), BytesBody(body))
+    begun = asyncio.Event()
+
+    async def read_slowly() -> None:
+        async with store.objects.open_object("reader", ReadRequest("cached", "first")):
+            begun.set()
+            await asyncio.Event().wait()
+
+    reading = asyncio.create_task(read_slowly())
+    await begun.wait()
+    await store.objects.delete_object("k", "cached", "first")
+    assert store.space.extent_bytes >= len(body), "the reader keeps them"
+    if not caches:
+        with pytest.raises(ServerError) as refused:
+            await store.objects.put_object("k", PutRequest("cached", "second", len(body)), BytesBody(body))
+        assert refused.value.code is ErrorCode.INSUFFICIENT_STORAGE
+        await until(lambda: store.space.extent_bytes < len(body))
+    await store.objects.put_object("k", PutRequest("cached", "second", len(body)), BytesBody(body))
+    with pytest.raises(ServerError) as ended:
+        await reading
+    assert ended.value.code is ErrorCode.SLOW_DOWN
     running.cancel()
     await asyncio.wait((running,))
     store.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import ChunkRange, Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from nixl_client.connectors.vllm.options import PROMISED, LoadPolicy, Options
 from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint
+from nixl_client.lossy import Lossy
 from nixl_client.transports.transport import Transport
 from tests.support.vllm_played import ONE_RANK, OPTIONS, PlayedStore
 
@@ -35,13 +36,32 @@ class TestOptions:
         for extra in ({"bucket": "b"}, {"bucket": "b", "endpoint": "e", "chunktokens": 1}):
             with pytest.raises(ValueError, match=r"endpoint|chunktokens"):
                 Options.of(extra)
-        for name, value in {"chunk_tokens": "32", "store": 1, "lease_s": "1", "load_timeout_s": 0.0}.items():
+        for name, value in {"chunk_tokens": "32", "store": 1, "load_timeout_s": 0.0, "internals": 5}.items():
             with pytest.raises(ValueError, match=name):
                 Options.of({"endpoint": "e", "bucket": "b", name: value})
+        for name, value in {"lease_s": "1", "leases": 1, "endpoint": "e"}.items():
+            with pytest.raises(ValueError, match=name):
+                Options.of({"endpoint": "e", "internals": {name: value}})
 
     def test_values_are_taken(self) -> None:
-        options = Options.of({"endpoint": "e", "bucket": "b", "transport": "shm", "lease_s": 5, "chunk_tokens": 64})
+        internals = {"lease_s": 5}
+        options = Options.of({"endpoint": "e", "transport": "shm", "internals": internals, "chunk_tokens": 64})
         assert (options.transport, options.lease_s, options.chunk_tokens) == (Transport.SHM, 5, 64)
+
+    def test_the_error_that_is_accepted_may_stand_for_the_loss(self) -> None:
+        options = Options.of({"endpoint": "e", "lossy": 0.05})
+        assert (options.lossy, options.max_error) == (Lossy.BOUNDED, 0.05)
+        for wrong in (-0.1, 11, True):
+            with pytest.raises(ValueError, match=r"max_error|lossy"):
+                Options.of({"endpoint": "e", "lossy": wrong})
+
+    def test_former_places_hold_and_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert Options.of({"endpoint": "e", "lease_s": 5.0}).lease_s == 5.0
+        assert "the option lease_s is internals.lease_s now" in caplog.text
+
+    def test_there_are_few_options(self) -> None:
+        assert len(PROMISED) <= 12
+        assert {field.name for field in fields(Options)} >= PROMISED
 
 
 class TestNaming:
@@ -318,6 +338,19 @@ class TestWeights:
         first = fingerprint(self.weights(tmp_path / "x", 1))
         assert fingerprint(self.weights(tmp_path / "x", 2)) != first
         assert fingerprint(self.weights(tmp_path / "y", 1, ("a", "c"))) != first
+
+    @pytest.mark.parametrize("at", [0.0, 0.02, 0.5, 0.9, 1.0])
+    def test_an_edit_of_a_fifteenth_of_a_tensor_is_found_wherever_it_is(self, at: float, tmp_path: Path) -> None:
+        """Such as one layer of many in a stacked tensor: its beginning alone would be the same."""
+        header = json.dumps({"stacked": {"data_offsets": [0, 1_000_000]}}).encode()
+        content = bytearray(len(header).to_bytes(8, "little") + header + bytes(1_000_000))
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(content)
+        before = fingerprint(path)
+        start = len(content) - 1_000_000 + int(at * 930_000)
+        content[start : start + 70_000] = b"\1" * 70_000
+        path.write_bytes(content)
+        assert fingerprint(path) != before
 
     def test_an_adapter_replaced_under_its_number_is_not_cached(self, tmp_path: Path) -> None:
         """The engine may still hold the old one."""

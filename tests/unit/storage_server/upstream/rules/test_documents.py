@@ -20,6 +20,7 @@ from storage_server.upstream.rules.documents import (
     has_many_entries,
     is_writable,
     result_of,
+    size_of,
 )
 
 WRITABLE = st.text(st.characters(exclude_categories=("Cs",)).filter(is_writable), min_size=1, max_size=10)
@@ -111,3 +112,11 @@ def test_a_request_with_many_entries_is_long() -> None:
     few, many = [{"Key": "k"}] * HERE_ENTRIES_MAX, [{"Key": "k"}] * (HERE_ENTRIES_MAX + 1)
     assert not has_many_entries({"Bucket": "b", "Delete": {"Objects": few, "Quiet": True}})
     assert has_many_entries({"Bucket": "b", "Delete": {"Objects": many, "Quiet": True}})
+
+
+@pytest.mark.parametrize("size", ["-1", str(1 << 60), "9" * 400])
+def test_a_list_with_a_size_that_no_object_has_is_no_list(size: str) -> None:
+    """What is passed on as it came breaks clients that count."""
+    body = f"<a><Contents><Key>k</Key><Size>{size}</Size></Contents></a>".encode()
+    with pytest.raises(ServerError, match="no such document"):
+        result_of("ListObjectsV2", 200, {}, body, lambda found: [size_of(each) for each in found["Contents"]])
