@@ -59,7 +59,9 @@ def test_readme_names_only_make_targets_that_exist() -> None:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("command", ["serve", "storage-server", "gateway", "scrub", "compact", "doctor", "calibrate theta"])
+@pytest.mark.parametrize(
+    "command", ["serve", "storage-server", "gateway", "scrub", "compact", "doctor", "calibrate theta"]
+)
 def test_help_starts_with_what_is_needed_and_what_the_command_is_for(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
