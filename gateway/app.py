@@ -365,7 +365,7 @@ def _policy_bucket(request: S3Request) -> str:
 
 
 def _told_of(view: View | None) -> dict[str, object] | None:
-    """What the status says of a cluster: also of members that do not answer."""
+    """The part of the status about a cluster, also about members that do not answer."""
     if view is None:
         return None
     placed = {member.name: member.weight for member in view.placed}

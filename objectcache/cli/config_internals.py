@@ -76,5 +76,5 @@ class InternalsConfig(Model):
 
 
 def said(table: Model) -> dict[str, Any]:
-    """What a table says, and no defaults."""
+    """The values that a table says, without defaults that are None."""
     return table.model_dump(exclude_none=True)

@@ -34,7 +34,7 @@ BUSY_SHARE_MAX = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Congestion:
-    """What is known of all engines together: their number, the arrivals at one of them, the least queue, the share of
+    """The state of all engines together: their number, the arrivals at one of them, the least queue, the share of
     the time that they compute prompts, the median of their speeds in prompt tokens per µs, and the growth where it is
     not known: the least of the others', of which an engine that lies can only make so much.
     """
