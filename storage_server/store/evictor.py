@@ -345,8 +345,9 @@ class Evictor(Uses):
         while True:
             self._wake.clear()
             try:
-                if await self._step() and not self._is_restored:
-                    await self._take_more(formers)
+                has_evicted = await self._step()
+                if not self._is_restored and (has_evicted or self._is_short()):
+                    await self._take_more(formers, is_stuck=not has_evicted)
                 await self._follow_clock()
                 if time.monotonic() - self._saved_at >= SAVE_INTERVAL_S:
                     await self.save()
@@ -465,10 +466,10 @@ class Evictor(Uses):
                 await asyncio.sleep(TICK_S)
         self._wake.set()
 
-    async def _take_more(self, formers: Sequence[FormerObjects]) -> None:
-        """Until all are restored, have some that can leave."""
+    async def _take_more(self, formers: Sequence[FormerObjects], *, is_stuck: bool) -> None:
+        """Until all are restored, have some that can leave: also where none of those that are known can."""
         for each in formers:
-            if each.has_begun and each.are_few and await each.take_oldest():
+            if each.has_begun and (is_stuck or each.are_few) and await each.take_oldest():
                 self._wake.set()
 
     async def _step(self) -> bool:
