@@ -130,6 +130,10 @@ def headline(results: Json) -> str:
     for name, title in HEADLINE_RATIOS.items():
         ratio = ratio_of(results["aggregate"], name)
         rows.append((title, ratio.get("reason") or written(ratio), GOAL.of(ratio)))
+    firsts = [found for key, found in results["aggregate"]["first_layers"].items() if key.startswith("dram/")]
+    shares = [found["limit_s"] / found["median_s"] for found in firsts]
+    title = "First layer from DRAM: 5 ms and a layer at the raw rate, over its time; worst of all transports"
+    rows.append((title, written(min(shares)), f"1: {verdict(all(found['is_met'] for found in firsts))}"))
     for target in results["engine"]["targets"]:
         if target["what"] in HEADLINE_ENGINES:
             ours = "" if target["ours"] is None else f", {ours_of(target)}"

@@ -49,7 +49,7 @@ class Desk:
             return json.loads(answer.read()), answer.headers.get("x-objectcache-request-id", "")
 
     def answer(self, prompt: str) -> tuple[str, dict[str, Any]]:
-        """What a model says, and the receipt."""
+        """The text that a model answers, and the receipt."""
         answer, request_id = self.ask("/v1/chat/completions", chat(prompt))
         receipt, _ = self.ask(f"/_orchestrator/receipts/{request_id}")
         return said(answer), receipt

@@ -105,7 +105,7 @@ FORMER = {
 
 
 def test_no_key_is_both_of_now_and_of_before() -> None:
-    """What is taken out of a file would never be read."""
+    """A key that is taken out of a file would never be read."""
     assert not FORMER & set(promised_keys())
     internals = {key.partition(".")[2] for key in keys_of(Config) if key.startswith(f"{NOT_PROMISED}.")}
     assert {f"{table}.{name}" for table, names in config_former.INTERNAL_KEYS.items() for name in names} == internals

@@ -162,7 +162,7 @@ async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way(played: P
 async def test_rules_that_are_changed_hold_for_what_is_under_way(
     changed: SchedulerSettings, mode: Mode, played: PlayedTime
 ) -> None:
-    """What was dispatched stays dispatched, and the rest goes by the new rules."""
+    """Payloads that were dispatched stay so, and the rest goes by the new rules."""
     link = Link(SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0)), early_max=2)
     async with placed(link, mode) as place:
         turn = asyncio.create_task(carry(place, LAYERS if mode is Mode.LAYER_MAJOR else 1))
@@ -252,7 +252,7 @@ async def test_neither_side_of_the_link_starves_the_other() -> None:
 
 
 async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_need(played: PlayedTime) -> None:
-    """What is dispatched is gathered one by one while the transport is behind, unless there is memory to spare."""
+    """Dispatched payloads are gathered one by one while the transport is behind, unless there is memory to spare."""
     link = Link(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(gather_s=0.0)), early_max=0)
     async with placed(link) as place:
         await place.wait_to_gather(0, is_staged=True)

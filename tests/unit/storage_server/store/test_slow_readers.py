@@ -41,7 +41,7 @@ def extents(nbytes: int) -> list[Extent]:
 
 
 class Lacking:
-    """What a directory of 100 bytes says of its room."""
+    """The room of a directory of 100 bytes."""
 
     lacks_room = False
     withholds = True
@@ -89,7 +89,7 @@ async def test_a_slow_read_ends_with_an_error_when_somebody_lacks_room(monkeypat
 
 
 async def test_a_read_that_withholds_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reads is stored in any case, so that its end would give nobody room."""
+    """Its bytes are stored in any case, so that its end would give nobody room."""
     monkeypatch.setattr(slow_readers, "SLOW_S", 0.05)
     given = Lacking()
     given.lacks_room, given.withholds = True, False
