@@ -63,7 +63,7 @@ class CannedEngine:
         self.cancelled_count = self.tokenize_count = 0
         self.fails_with: int | None = None
         self.extra_headers: dict[str, str] = {}
-        """Of its answers."""
+        """Further headers of its answers."""
         """The status of every answer, that to probes included."""
         self.answers_with: int | None = None
         """The status of every answer but that to probes."""

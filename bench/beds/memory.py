@@ -100,7 +100,7 @@ def _client_bytes(pids: Sequence[int]) -> int:
 
 
 def _lines(file: Path) -> list[str]:
-    """Of a file of /proc; none where the process has ended."""
+    """The lines of a file of /proc; none where the process has ended."""
     try:
         return file.read_text().splitlines()
     except OSError:

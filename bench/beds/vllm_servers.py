@@ -32,8 +32,8 @@ BLOCK_TOKENS = 32
 VOCABULARY = 1024
 SEED = 7
 NICE = 15
-"""Of the engines' process groups. Engines elsewhere compute on GPUs; here they take the cores that the store, the
-orchestrator and the clients need, too, which therefore get their turn first.
+"""The niceness of the engines' process groups. Engines elsewhere compute on GPUs; here they take the cores that the
+store, the orchestrator and the clients need, too, which therefore get their turn first.
 """
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

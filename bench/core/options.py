@@ -95,7 +95,7 @@ def runs(full: int | None, smoke: int | None = 1, text: str = "counted rounds", 
 
 
 def seed() -> Any:
-    """Of everything that is random."""
+    """The seed of everything that is random."""
     return count("--seed", 1, least=0, most=SEED_MAX)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Any
-"""Of a result: a mapping."""
+"""A row of a result: a mapping."""
 TICKS_UPRIGHT_MAX = 6
 """More names across a panel are turned, so that they do not cover each other."""
 

@@ -107,5 +107,5 @@ def interval(values: Sequence[float], seed: int = 1) -> Spread:
 
 
 def spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    """Of each."""
+    """The spread of each."""
     return {name: spread(values) for name, values in samples.items()}

@@ -51,7 +51,7 @@ def over_one(ratio: float) -> str:
 
 
 def verdict(is_met: bool | None) -> str:
-    """Of a target."""
+    """How a target was met, in words."""
     return {None: "", True: "met", False: "**missed**"}[is_met]
 
 

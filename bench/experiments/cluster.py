@@ -48,7 +48,7 @@ THREE_OVER_ONE_MIN = 0.9
 SPLIT_MS_MAX = 5.0
 MOVERS = [mover.value for mover in Mover]
 DOWNLINK_FRACTION = 0.25
-"""Of the rate that three servers reach over shm."""
+"""The link has this part of the rate that three servers reach over shm."""
 DOWNLINK_OVER_MAX, DOWNLINK_OF_MIN = 1.05, 0.9
 LINEAR_MIN = {64: 0.9, 256: 0.8}
 REMARK = (

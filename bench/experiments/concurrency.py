@@ -194,7 +194,7 @@ def server_of(levels: Sequence[Json], processes: int, fixed_bytes: int | None, c
 
 
 def _rates_bytes_per_s(payload_bytes: int, waves: Sequence[Json]) -> list[float]:
-    """Of all fetches of a wave together."""
+    """The rates of all fetches of a wave together."""
     ended_s = [[request["ended_s"] for request in wave["requests"]] for wave in waves]
     return [len(wave) * payload_bytes / max(wave) for wave in ended_s]
 

@@ -135,7 +135,7 @@ class UpstreamBenchSettings:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of the prefixes."""
+        """The shapes of the prefixes."""
         layout = ChunkLayout(self.num_layers, 16, self.per_layer_chunk_bytes)
         return [Shape(count, layout) for count in dict.fromkeys((self.chunk_count, self.also_chunk_count))]
 

@@ -23,7 +23,7 @@ PREFIXES = (
 """Tokens. A token of code has three to four characters, so 16 Mi tokens are a source tree of about 50 MB."""
 SHOWN = ("Llama 3.1 8B", "Llama 3.1 70B", "Qwen3 235B-A22B", "DeepSeek-V3 and R1")
 REPRESENTATIVE = ("Llama 3.1 8B", "Llama 3.1 70B")
-"""Of Figure A1: two sizes of KV a token."""
+"""The models of Figure A1: two sizes of KV a token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ LAYERS = 32
 FACTORS = (0.5, 0.75, 0.9, 1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
 REQUEST = SweptRequest("exact", 4, 1_000_000, 0.002)
 MOVED = ([3e9, 1e9, 2e9], [1.5e9, 1.0e9, 1.25e9])
-"""Of several requests, and of one."""
+"""The rates of several requests, and those of one."""
 
 
 def held(rate: float, late_s: float = 0.0, request: SweptRequest = REQUEST) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Color(Enum):
 
 @dataclass(frozen=True)
 class Inner:
-    """Of Value."""
+    """The value inside of a `Value`."""
 
     color: Color
 
@@ -46,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the command below."""
+    """The options of the command below."""
 
     runs: int = options.runs(5, 2)
     color: Color = options.choice("--color", Color, Color.RED, Color.BLUE)

@@ -74,7 +74,7 @@ def subject() -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def bed(subject: Subject) -> Iterator[DeviceBed]:
-    """Of which every test leaves what it found."""
+    """A test leaves the bed as it found it."""
     with open_bed(subject, Transport.SHM) as made:
         yield made
 

@@ -203,7 +203,7 @@ def test_scale_is_one_pool_of_many_tenants() -> None:
 
 
 def one_round(ttfts_s: list[float], compute_s: list[float], no_limit_s: list[float]) -> dict[str, list[float]]:
-    """Of workload A or B, whose requests are four."""
+    """One round of workload A or B, which have four requests each."""
     return {"ttfts_s": ttfts_s, "compute_s": compute_s, "no_limit_s": no_limit_s, "rates_bytes_per_s": [1.0] * 4}
 
 

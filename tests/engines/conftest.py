@@ -44,7 +44,7 @@ class Reference:
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def tokens(self, prompts: Sequence[Prompt], counts: int | Sequence[int] = OUTPUT_TOKENS) -> list[list[int]]:
-        """Of each prompt."""
+        """How many tokens each prompt has."""
         all_counts = [counts] * len(prompts) if isinstance(counts, int) else counts
         answers = []
         for prompt, count in zip(prompts, all_counts, strict=True):

@@ -94,7 +94,7 @@ class ScheduledStep:
 
     @property
     def found(self) -> dict[str, int]:
-        """Of each of its requests, the tokens taken as computed that this step does not load."""
+        """For each of its requests: the tokens that count as computed and that this step does not load."""
         loaded = {job.request_id: job.chunk_range.token_count for job in self.work.loads}
         return {request_id: count - loaded.get(request_id, 0) for request_id, count in self.computed.items()}
 
@@ -137,7 +137,7 @@ class ScheduledEngine:
         self._open_steps: list[ScheduledStep] = []
 
     def keys(self, tokens: Sequence[int]) -> list[str]:
-        """Of the whole chunks, as the connector names them from now on."""
+        """The keys of the whole chunks, as the connector names them from now on."""
         deployment = self.connector._ledger.deployment
         chunk_tokens = self.connector._setup.grid.chunk_tokens
         chain = KeyChain(deployment.namespace(0, "", ""), chunk_tokens)

@@ -176,7 +176,7 @@ class Simulation:
         return True
 
     def _tokens(self, request_id: str) -> Tokens:
-        """Of the request, with those that are still under way."""
+        """How many tokens the request has, with those that are still under way."""
         return (*self._engine.requests[request_id].all_token_ids, *[OUTPUT_TOKEN] * self._depth)
 
 

@@ -44,7 +44,7 @@ WRITERS = 4
 ORDINARY, CACHE, PINNED = "kept", "cached", "pinned"
 CAPACITIES = {CACHE: CAPACITY_BYTES, PINNED: 32 * MIB}
 INDEX_EVERY = 10
-"""Of the samples, those that look into the index, too."""
+"""One sample of so many looks into the index, too."""
 LEASE_EVERY_S, LEASE_S = 1.0, 15.0
 COMING_S = 4.0
 """So long after the lookup a chunk that was on its way has come, and its lease is written down: other processes may
@@ -67,7 +67,7 @@ write = "back"
 """
 DRAIN_S = 60.0
 LATE_FRACTION_MAX = 0.1
-"""Of the leases of chunks that were on their way, for those that come late."""
+"""How many of the leases of chunks that were on their way may come late."""
 
 
 class BoundFailure(Exception):

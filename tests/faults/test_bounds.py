@@ -10,7 +10,7 @@ import pytest
 from tests.faults.bounds import KINDS, Flood, upstream_server
 
 SECONDS = 20.0
-"""Of each kind: a minute in all."""
+"""How long each kind runs: a minute in all."""
 KILL_EVERY_S = 6.0
 
 
@@ -19,9 +19,9 @@ KILL_EVERY_S = 6.0
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[2], marks=pytest.mark.slow)])  # `make bounds`: all
 def test_bounds_hold_at_every_moment(tmp_path: Path, kind: str) -> None:
-    """Of the directory and of each bucket. Every byte that is read is right, what nobody declared a cache stays, what
-    is pinned or leased stays in the cache itself, and nothing that was acknowledged is lost upstream, where it comes
-    later with write = back.
+    """The directory and each bucket stay within theirs. Every byte that is read is right, what nobody declared a cache
+    stays, what is pinned or leased stays in the cache itself, and nothing that was acknowledged is lost upstream, where
+    it comes later with write = back.
     """
     with contextlib.ExitStack() as stack:
         url = None if kind == "embedded" else stack.enter_context(upstream_server(tmp_path))

@@ -79,7 +79,7 @@ async def test_a_large_prompt_of_token_ids_comes_back_as_an_array() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORST)
 async def test_the_loop_goes_on_while_the_worst_bodies_are_read(name: str) -> None:
-    """Of this process no more than the copying of the bytes is asked: its own time on the processor shows that."""
+    """This process does no more than copy the bytes: its own time on the processor shows that."""
     async with readers() as made:
         await made.read(body(b'"' + b"a" * INLINE_BYTES + b'"'), ORDER)  # a process is there
         before_s, longest_s = time.thread_time(), 0.0

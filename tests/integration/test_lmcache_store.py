@@ -46,7 +46,7 @@ def equal(left: Sequence[memoryview], right: Sequence[memoryview]) -> bool:
 
 @pytest.fixture
 def options(local: LocalStack, transport: str, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """Of a store with room for three chunks in a request."""
+    """The options of a store with room for three chunks in a request."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
     return Options(local.url, "chunks", Transport(transport), staging_bytes=3 * CHUNK_BYTES, retry_s=0.0)

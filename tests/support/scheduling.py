@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """Of a request whose layers are all there."""
+        """The time to the first token of a request whose layers are all there."""
         assert len(self.layers_s) == self.asked.layer_count
         return self.stall_s + self.asked.layer_count * self.asked.compute_s
 

@@ -102,7 +102,7 @@ class SmallGateway:
     documents: DocumentBudget
     held_forms: DocumentBudget
     thread_id: int
-    """Of the thread that its event loop runs in."""
+    """The thread that its event loop runs in."""
 
     @property
     def url(self) -> str:

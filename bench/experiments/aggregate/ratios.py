@@ -298,7 +298,7 @@ class Measurement:
         return statistics.median(self.rates_bytes_per_s())
 
     def first_layers_s(self) -> list[float]:
-        """Of the runs that have one."""
+        """The times to the first layer of the runs that have one."""
         return [sample.first_layer_s for sample in self.samples if sample.first_layer_s is not None]
 
     def json(self) -> dict[str, Any]:

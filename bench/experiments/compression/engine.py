@@ -65,7 +65,7 @@ class Asked:
 
 
 Taken = dict[str, list[tuple[Asked, StreamAnswer]]]
-"""Of each way the questions, and what was answered."""
+"""For each way: the questions, and what was answered."""
 
 
 def context_bytes(model: str, tokens: int) -> int:

@@ -115,7 +115,7 @@ def _row(
 
 
 Span = tuple[int, int, float]
-"""Of an answer: its first token among all answered ones, the token behind it, and its depth."""
+"""An answer: its first token among all answered ones, the token behind it, and its depth."""
 
 
 def _spans(read: Sequence[Asked]) -> list[Span]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 CONTEXT_SMOKE = ("1K",)
 VOCABULARIES = {"llama-3.1-8b": 128256, "deepseek-r1-7b": 152064}
-"""Of the models that Tables A1 and A2 have: vocab_size of the same files as calibration.compute.shapes."""
+"""The vocabularies of the models that Tables A1 and A2 have: vocab_size of the same files as
+calibration.compute.shapes.
+"""
 VOCABULARY_SMALL = 512
 Origin = Mapping[str, Any]
 

@@ -33,7 +33,9 @@ from objectcache.calibration.content import Bytes
 REGISTER_DEFAULT = 0
 """cudaHostRegisterDefault: pinned for the context that registers it, which is the only one here."""
 PRIORITY_HIGH = -1
-"""Of streams beside the computation: the few blocks of a copy's kernel must not queue behind a matrix product's."""
+"""The priority of streams beside the computation: the few blocks of a copy's kernel must not queue behind a matrix
+product's.
+"""
 
 
 class DeviceError(Exception):
@@ -152,15 +154,16 @@ MLP_TOKENS_MAX = 16384
 """Tokens that go through an MLP at once: its activations are the largest of a prefill."""
 ATTENTION_ERROR_MAX = 0.02
 LOGITS_ERROR_MAX = 0.05
-"""Of the last token's logits against those of the prompt computed whole, |difference| / |expected|. In bfloat16 a
-product's rounding depends on how many tokens it is made for; with every cached value wrong the error is far greater.
+"""How far the last token's logits may be from those of the prompt computed whole: |difference| / |expected|. In
+bfloat16 a product's rounding depends on how many tokens it is made for; with every cached value wrong the error is far
+greater.
 """
 
 
 POISON = -1
 """As 16-bit integers: not a number in bfloat16, so that whatever is computed with it shows."""
 Weights = dict[str, Tensor]
-"""Of one layer."""
+"""The weights of one layer, by name."""
 
 
 class Model:

@@ -36,7 +36,7 @@ PAPER_GPUS = ("A100", "H100")
 CPU_SCALE_MIN = 4
 SCALED = "layers, heads and width are divided by it; from 4 on a CPU will do"
 REQUESTS_PER_S = 1000
-"""Of Table A6's caption."""
+"""The rate of Table A6's caption."""
 Row = dict[str, Any]
 
 

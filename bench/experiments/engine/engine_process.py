@@ -109,7 +109,7 @@ class Engine:
         return int(sum(self._counters().get(name, 0) for name in done))
 
     def _counters(self) -> Mapping[str, float]:
-        """Of both sides of our connector."""
+        """The counters of both sides of our connector."""
         if self._work.way not in CONNECTED:
             return {}
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -167,7 +167,7 @@ def rows(answers: Answers, token_bytes: int) -> list[dict[str, Any]]:
 
 
 def ttfts_s(row: Json) -> list[float]:
-    """Of every round."""
+    """The times to the first token, one for each round."""
     return [sample["ttft_s"] for sample in row["samples"]]
 
 
@@ -193,7 +193,7 @@ def loading(row: Json, own_blocks: Json, token_bytes: int) -> dict[str, Any]:
 
 
 def targets(measured: Sequence[Json], missing: Mapping[Way, str]) -> list[dict[str, Any]]:
-    """Each in the case where it is worst: theirs over the best of ours. Of recomputing the limit itself is enough;
+    """Each in the case where it is worst: theirs over the best of ours. For recomputing the limit itself is enough;
     peers must be slower.
     """
     cases = by_case([row for row in measured if row["hit_rate"] == TARGET_HIT_RATE])

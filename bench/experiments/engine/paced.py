@@ -43,7 +43,7 @@ LIMIT = 1.1
 
 
 def measure_advised(settings: EngineSettings, factors: Sequence[float] = FACTORS) -> dict[str, Any]:
-    """Of the settings' longest context with the highest hit rate. `problem` is the first wrong token, or why an engine
+    """Measure the longest context with the highest hit rate. `problem` is the first wrong token, or why an engine
     did not run. Raises BaselineError, LocalServerError, OSError.
     """
     case = max(settings.cases, key=lambda each: (each.hit_rate, each.context_tokens))
@@ -115,15 +115,15 @@ def is_met(links: Sequence[Json]) -> bool:
 
 ENGINES = (2, 4)
 LINK_SHARE = 0.5
-"""Of what would hide every load under what its engine computes."""
+"""The link has this part of what would hide every load under what its engine computes."""
 NO_LIMIT_BYTES_PER_S = 1e12
 WARM_UPS_MAX = 9
 PROFILE_HIT_RATE = 0.5
 """What `objectcache calibrate model` assumes unless told."""
 BOUND = 1.25
-"""Of an equal share's TTFT: what nobody passes, whatever others state."""
+"""Nobody passes so many times an equal share's TTFT, whatever others state."""
 LIE = 0.1
-"""Of its compute time a layer: what the liar states. The less it states, the sooner its layers seem due."""
+"""The liar states this part of its compute time a layer. The less it states, the sooner its layers seem due."""
 LIAR = 0
 """The engine that lies."""
 

@@ -33,7 +33,7 @@ OUTPUT_TOKENS = 4
 
 
 class Dtype(Enum):
-    """Of weights, activations and KV."""
+    """The type of weights, activations and KV."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -168,7 +168,7 @@ class Way(Enum):
 
     @property
     def bucket(self) -> str:
-        """Of this way alone, but for STATED, which loads what LAYERWISE stores."""
+        """The bucket that this way has to itself; STATED alone shares one, because it loads what LAYERWISE stores."""
         storing = Way.LAYERWISE if self is Way.STATED else self
         return storing.title.replace(" ", "-")
 
@@ -258,7 +258,7 @@ class EngineSettings:
         return self.shape.token_bytes * self.prefixes[-1]
 
     def grain_tokens(self, way: Way) -> int:
-        """Of how many tokens a hit is a multiple."""
+        """A hit is a multiple of so many tokens."""
         if way in LMCACHES:
             return LMCACHE_CHUNK_TOKENS
         return self.chunk_tokens if way in CONNECTED else 1

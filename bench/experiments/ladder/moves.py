@@ -1,6 +1,6 @@
 """The five S3-compatible paths (ObjectCache paper, section 4.1), as requests that can be run at once; with the objects
-that they move, and the server that has them. Of them: figures 9 and 11, one object in each request and many; figure 10,
-one request at a time, its latency split into client, gateway, storage and transfer; and A8, aggregated layers over
+that they move, and the server that has them. Figures 9 and 11 show one object in each request and many; figure 10 shows
+one request at a time, its latency split into client, gateway, storage and transfer; A8 shows aggregated layers over
 payload sizes and chunk sizes.
 
 RDMA stands for one-sided UCX operations here: over a NIC where there is one, else shared memory or TCP.
@@ -261,11 +261,11 @@ def latency(session: Session) -> Json:
 
 
 Heads = list[tuple[float, Mapping[str, str]]]
-"""Of each answer that a client got: when its head was there, and its headers."""
+"""For each answer that a client got: when its head was there, and its headers."""
 
 
 def _heads_of(client: Client) -> Heads:
-    """Of a client that serves this figure alone, from now on."""
+    """The heads of a client that serves this figure alone, from now on."""
     http: Any = client.http
     sent, heads = http.sent, Heads()
 

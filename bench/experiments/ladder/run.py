@@ -26,7 +26,7 @@ from objectcache.calibration.samples import Cell, cell_json
 from objectcache.calibration.servers import LocalServerError
 
 MEASURED = ("nbytes", "sample_count", "duration_s", "throughput_bytes_per_s", "samples_s")
-"""Of a cell; its other fields say of what the cell is."""
+"""The fields of a cell that are measured; its others say what the cell is of."""
 RATE, TIME = "throughput_bytes_per_s", "duration_s"
 
 

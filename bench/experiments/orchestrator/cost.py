@@ -134,7 +134,7 @@ LONG_PIECES, LONG_ROUNDS = 2000, 9
 
 
 ADMIN_TOKEN = secrets.token_hex(16)
-"""Of the orchestrators that this process starts."""
+"""The token of the orchestrators that this process starts."""
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 
 

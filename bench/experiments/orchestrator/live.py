@@ -54,7 +54,7 @@ class LiveRun:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """How many tokens the prompts of all requests have."""
         return sum(each.prompt_tokens for each in self.answers)
 
     @property

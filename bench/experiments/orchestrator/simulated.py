@@ -180,7 +180,7 @@ def regret(seeds: Sequence[int]) -> list[float]:
 
 
 def one_regret(seed: int) -> float:
-    """Of one random case."""
+    """The regret of one random case."""
     random = np.random.default_rng(seed)
     requests, now_s = [], 0.0
     for _ in range(REGRET_REQUESTS):

@@ -156,7 +156,7 @@ def _cells(result: Json) -> list[Cell]:
 
 
 def _rows(result: Json) -> Iterator[dict[str, Any]]:
-    """Of each cell as measured, ours first."""
+    """A row for each cell as measured, ours first."""
     for cell, contenders in result["measurements"].items():
         for name, found in sorted(contenders.items(), key=lambda each: each[0] != OURS):
             rate = found["keys_per_s"] if cell == "list" else found["requests_per_s"]

@@ -65,8 +65,8 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""Of the load: no proxy may falsify loopback figures; and glibc keeps freed memory, so that bodies land on pages that
-are there.
+"""The environment of the load: no proxy may falsify loopback figures; and glibc keeps freed memory, so that bodies land
+on pages that are there.
 """
 
 
@@ -111,7 +111,7 @@ class S3Settings:
 
     @property
     def nbytes_max(self) -> int:
-        """Of the largest object."""
+        """How many bytes the largest object has."""
         return max(*self.nbytes, LIST_NBYTES)
 
 

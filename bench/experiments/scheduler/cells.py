@@ -47,7 +47,7 @@ from objectcache.calibration.samples import spread
 
 PAPER_FRACTION = 0.9
 SLACK_TARGETS = {"added_ttft_calibrated_over_slack": 1.5, "added_ttft_best_work_conserving_over_slack": 1.1}
-"""Of the issue of this project, on each workload."""
+"""What this project set itself, on each workload."""
 
 
 def paper_policy(variant: str) -> PaperPolicy | None:
@@ -115,7 +115,7 @@ def ratios(cells: Sequence[Json]) -> dict[str, dict[str, float]]:
 
 
 def targets(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Of the live run: Equal over Calibrated by 0.9 of the paper's own factor, and slack below both kinds of rates."""
+    """The targets of the live run: Equal over Calibrated by 0.9 of the paper's own factor; slack below both."""
     listed = []
     for name, values in found.items():
         equal, calibrated = (
@@ -150,7 +150,7 @@ def _medians(rounds: Sequence[Json], name: str) -> list[float]:
 
 
 def _added_s(rounds: Sequence[Json], over: str = "compute_s") -> list[float]:
-    """Of all requests of a round together."""
+    """What all requests of a round together waited beyond compute."""
     return [sum(one["ttfts_s"]) - sum(one[over]) for one in rounds]
 
 

@@ -34,11 +34,11 @@ from objectcache.cli.config_text import table_lines
 
 NO_LIMIT_BYTES_PER_S = 1e12
 PAYLOAD_BYTES = 16 * MIB
-"""Of an unscaled link; so long a payload holds back one that is more urgent."""
+"""The payload of an unscaled link; so long a payload holds back one that is more urgent."""
 PAYLOAD_BYTES_MIN = 256 * KIB
 EPOCH_TRIALS_MAX = 3
 CHUNKWISE_FRACTION = 0.001
-"""Of the link, kept for chunk-major requests, of which there are none."""
+"""The part of the link that is kept for chunk-major requests, of which there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class LiveSettings:
         return max(1, round(request.layer_compute_s * self.time_scale * 1e6))
 
     def rules(self, variant: Variant, link_bytes_per_s: float) -> Rules:
-        """Of a link of so much, unscaled."""
+        """The rules of a link of so much, unscaled."""
         scale = self.link_scale
         return Rules(variant, link_bytes_per_s * scale, MARGIN_BYTES_PER_S * scale, self.gather_s)
 

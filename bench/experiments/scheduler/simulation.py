@@ -134,7 +134,7 @@ class Simulated:
 
     @property
     def added_ttft_s(self) -> float:
-        """Of all requests together, as Table A12 adds them up."""
+        """The added time of all requests together, as Table A12 adds them up."""
         return sum(each.added_ttft_s for each in self.results)
 
 

@@ -193,9 +193,9 @@ def _timed(call: Callable[[], object]) -> float:
 
 BLOCK_TOKENS = 256
 OWN_TOKENS = 512
-"""Of each session, behind the shared prompt."""
+"""How many tokens each session has behind the shared prompt."""
 STORED_BYTES = ALIGNMENT_BYTES
-"""Of a block that is stored: the least that a file system gives."""
+"""What a stored block takes: the least that a file system gives."""
 PUTS_AT_ONCE = 32
 Blocks = Sequence[Hashable]
 """The content of each block of one request: equal values are equal bytes."""

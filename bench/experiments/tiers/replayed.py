@@ -44,11 +44,11 @@ LAYERS = 4
 LEASE_S = 0.2
 """From the lookup to the end of the load. Leases hold half of a cache at most: longer ones would fill it."""
 CAPACITY_FRACTION = 0.25
-"""Of the unique bytes, where caches are bounded."""
+"""Bounded caches have room for this part of the unique bytes."""
 CAPACITY_BYTES_MIN = 64 * MIB
 """A cache keeps 8 MiB free ahead of writes."""
 INDEX_BYTES = 64 * MIB
-"""Of a directory, beside what its chunks may take."""
+"""What a directory may take beside its chunks."""
 REMOTE_DRAM = (
     "Remote DRAM is left out before a home, where there is something to fetch: two servers of which each has every "
     "second request, before a third one on this host; the memory is a Mooncake Store, over TCP on loopback."
@@ -71,17 +71,15 @@ class ReplaySettings:
 
     @property
     def block_bytes(self) -> int:
-        """Of BLOCK_TOKENS tokens."""
+        """How many bytes a block of BLOCK_TOKENS tokens has."""
         return BLOCK_TOKENS * self.token_bytes
 
     def work(self, round_index: int) -> Replay:
         """A round's prompts; other ones in each round, so that nothing is known from the one before."""
         sessions = sessions_of(self.prompt_count, self.session_count, PREFIX_TOKENS, self.seed + round_index)
         named = [
-            Prompt([f"r{round_index}-" + "-".join(map(str, content)) for content in blocks])  # type: ignore[call-overload]
-            for blocks in sessions
-        ]
-        return Replay(named, self.block_bytes)
+            Prompt([f"r{round_index}-" + "-".join(map(str, content)) for content in blocks])  # type:
+            ignore[call-overload] for blocks in sessions ] return Replay(named, self.block_bytes)
 
     @property
     def unique_bytes(self) -> int:

@@ -32,7 +32,8 @@ from objectcache.calibration.samples import progress_bar
 OVER_BEST_MIN = 0.99
 """Our hit rate over that of the best other online policy."""
 GAP_CLOSED_MIN = 1 / 3
-"""Of the difference between the best other online policy and the optimum, in caches of at most GAP_PERCENT_MAX."""
+"""The part that is closed of the gap between the best other online policy and the optimum, in caches of at most
+GAP_PERCENT_MAX."""
 GAP_PERCENT_MAX = 5
 ENDS = (Contender.REUSE_VALUE, Contender.OPTIMUM)
 OTHERS = tuple(each for each in Contender if each not in ENDS)
@@ -86,7 +87,7 @@ class TiersSettings:
 
     @property
     def replay(self) -> ReplaySettings:
-        """Of Tables III and V."""
+        """The replay of Tables III and V."""
         return ReplaySettings(
             self.replayed_prompt_count,
             self.replayed_session_count,

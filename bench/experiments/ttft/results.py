@@ -78,7 +78,7 @@ class Case:
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prefix that hits."""
+        """How many tokens the prefix has that hits."""
         return round(context_tokens(self.context) * self.hit_rate)
 
     @property

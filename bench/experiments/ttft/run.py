@@ -321,7 +321,7 @@ def _measure(asked: TtftOptions, origin: Mapping[str, Any]) -> Json:
 
 
 def settings_of(asked: TtftOptions) -> TtftSettings:
-    """Of asked with all their values."""
+    """The settings of `asked`, with all their values."""
     is_smoke, sizes, link = asked.smoke, asked.chunk_tokens, asked.link_bytes_per_s
     link_bytes_per_s = LINK_BYTES_PER_S if link is None else link or None
     return filled(

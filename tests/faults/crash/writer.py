@@ -244,7 +244,7 @@ class Writer(threading.Thread):
 
 
 def headers_for(metadata: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """Of a request that makes an object or an upload."""
+    """The headers of a request that makes an object or an upload."""
     headers = {f"x-amz-meta-{name}": value for name, value in metadata.items()}
     if tags:
         headers["x-amz-tagging"] = "&".join(f"{name}={value}" for name, value in tags.items())

@@ -262,7 +262,7 @@ def test_every_worker_stores_every_chunked_form(workers: Stack, form: PayloadFor
 
 @pytest.mark.parametrize("version", ["s3", "s3v4"])
 def test_every_worker_takes_presigned_urls(workers: Stack, version: str) -> None:
-    """Of both versions; one that was changed is refused by all."""
+    """URLs of both versions of signing are taken; one that was changed is refused by all workers."""
     s3 = s3_client(workers.url, signature_version=version)
     for number in range(8):
         key = f"presigned-{version}-{number}"

@@ -28,7 +28,7 @@ UNTOUCHED = 0xEE
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone: what others start must not inherit it."""
+    """The interpreter is switched on for these tests alone: what others start must not inherit it."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

@@ -96,7 +96,7 @@ def test_work_adds_up_as_prefill_costs_count_it() -> None:
 
 
 def test_what_the_engine_holds_is_neither_loaded_nor_recomputed() -> None:
-    """Of 40 stored chunks 10 are in the engine: the choice is between computing 30 chunks and loading some of them."""
+    """The engine holds 10 of 40 stored chunks: the choice is between computing 30 chunks and loading some of them."""
     costs = PrefillCosts(100.0)
     held = AdviceRequest(41 * 16, LAYOUT, costs, held_tokens=160)
     at_once = advise(40, held, 1e12)

@@ -381,7 +381,7 @@ class TestDroppedTokens:
 
 
 def dropped_states(chunk, kept, shape):
-    """Of each layer the keys and values that are there, (1, heads, tokens, head dimension)."""
+    """The keys and values that are there in each layer, (1, heads, tokens, head dimension)."""
     data = torch.from_numpy(chunk.copy()).view(torch.float32)
     layers = data.view(LAYERS, 2, shape.chunk_tokens, shape.kv_heads, shape.head_dim)
     found = []

@@ -241,7 +241,7 @@ def test_a_bound_that_a_chunk_breaks_counts_whoever_had_it_encoded() -> None:
 
 
 def test_a_reader_that_names_a_wrong_shape_changes_nothing_for_many_others() -> None:
-    """Of the same bytes: it comes first, so the chunks are encoded for it; then they are encoded anew, once."""
+    """Its shape has the same bytes. It comes first, so chunks are encoded for it; then they are encoded anew, once."""
     books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
     wrong = replace(READING, shape=replace(SHAPE, element=Element.FLOAT16))
     books.use(keys(*range(8)), wrong)

@@ -141,7 +141,7 @@ def test_a_victim_that_could_not_be_deleted_is_put_again() -> None:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_restart_knows_the_order_and_the_parents(eviction: Eviction) -> None:
-    """Of what was written down, parents still outlive children, and what was used last stays longest."""
+    """Among what was written down, parents still outlive children, and what was used last stays longest."""
     books = made(eviction=eviction)
     found: list[tuple[Name, Entry]] = [
         ((BUCKET, "old"), entry(1.0)),

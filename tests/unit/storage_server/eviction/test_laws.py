@@ -198,7 +198,7 @@ def test_what_was_there_before_a_restart_leaves_children_first(
 
 @every_policy
 def test_the_oldest_of_before_a_restart_leave_first(made: Made) -> None:
-    """Of those with equally many uses. Later ones may come while earlier ones leave."""
+    """This holds among chunks with equally many uses. Later ones may come while earlier ones leave."""
     policy = made(0)
     policy.restore([Former(number, 1, 1.0 + number) for number in range(20)], 100.0)
     left = policy.resize(10)

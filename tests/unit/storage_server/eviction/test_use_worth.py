@@ -26,7 +26,7 @@ def test_chunks_of_one_size_are_worth_the_same() -> None:
     [(10, 0, 0.0, 1.2), (1000, 0, 0.0, 1.002), (10, 500, 0.001, 1.705), (1000, 500, 0.001, 2.002)],
 )
 def test_worth_is_that_of_the_example(nbytes: int, offset_bytes: int, growth: float, wanted: float) -> None:
-    """Of the module's head, to the nearest step."""
+    """The example is that of the module's head; its worth is right to the nearest step."""
     assert CHUNK_FRACTION == 0.02
     worth = UseWorth(growth)
     worth.note(100)

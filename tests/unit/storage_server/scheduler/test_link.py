@@ -206,7 +206,7 @@ def test_what_nothing_is_ahead_of_is_never_refused() -> None:
 
 
 async def test_the_offered_rate_is_a_share_by_weight_and_within_the_cap() -> None:
-    """Of those who are there, the one who asks included."""
+    """The share is that among those who are there, the one who asks included."""
     tenants = {"HEAVY": Tenant("HEAVY", weight=3.0), "CAPPED": Tenant("CAPPED", rate_max_bytes_per_s=1000.0)}
     link = link_of(tenants=tenants)
     assert link.offered_rate_bytes_per_s("HEAVY") == RATE

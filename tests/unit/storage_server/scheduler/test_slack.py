@@ -21,7 +21,7 @@ SLACK = PoolSettings(gather_s=0.0)
 HELD_EQUAL = PoolSettings(Policy.EQUAL, gather_s=0.0, epoch_s_max=1e6)
 SHARED_EQUAL = PoolSettings(Policy.EQUAL, is_work_conserving=True, gather_s=0.0)
 DELAY_FACTOR_MAX = 1.25
-"""Of its TTFT under Equal, where what is freed is shared again."""
+"""How much later a request may be than under Equal, where what is freed is shared again."""
 ADDED_S = {"A": 0.206, "B": 0.667, "C": 2.478}
 LIES = [0.0, 1e-9, 1e9, math.inf, math.nan, None]
 

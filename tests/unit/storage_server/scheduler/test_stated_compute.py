@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[int], list[Asked]], int]] = {
 
 @cache
 def ttfts(kind: str, seed: int, settings: PoolSettings) -> list[float]:
-    """Of the workload, all telling the truth."""
+    """The times to the first token where all clients tell the truth."""
     return [each.ttft_s for each in play(Pool(settings, LINK), KINDS[kind][0](seed))]
 
 

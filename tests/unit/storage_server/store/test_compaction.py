@@ -81,7 +81,7 @@ async def shown(store: EmbeddedStore) -> dict[str, bytes]:
 
 
 def places(store: EmbeddedStore) -> list[tuple[str, int, int]]:
-    """Of packed extents, in the order of versions."""
+    """The places of packed extents, in the order of versions."""
     sql = "SELECT file_id, file_offset, nbytes FROM extents WHERE nbytes < ? ORDER BY version, object_offset"
     return store.reader.here(lambda db: db.execute(sql, (LARGE,)).fetchall())
 

@@ -356,7 +356,7 @@ async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
 
 
 SIZES_BYTES = {"bucket": 256 * KIB, "directory": 3 * MIB}
-"""Of objects, of which the bucket or directory has room for 32 or so."""
+"""The size of objects: the bucket or directory has room for 32 or so."""
 
 
 def _bounded(tmp_path: Path, what: str) -> StorageSettings:

@@ -55,7 +55,7 @@ choices = st.lists(
 
 @given(choices)
 def test_never_more_runs_than_can_be_told(found: list[tuple[Encoded | None, Encoded | None]]) -> None:
-    """Of each chunk its form at home, and, where it is exact there, its form in memory."""
+    """For each chunk: its form at home, and, where it is exact there, its form in memory."""
     homes = [chunk(index, home) for index, (home, _) in enumerate(found)]
     usable = usable_prefix(homes, LAYOUT.chunk_bytes, prefix_only=True, reader=READING)
     in_memory = [None if home else memory for home, memory in found][: len(usable)]

@@ -334,7 +334,7 @@ class TestWeights:
         assert fingerprint(self.weights(tmp_path / "x", 1)) == fingerprint(self.weights(tmp_path / "y", 1))
 
     def test_other_weights_are_others(self, tmp_path: Path) -> None:
-        """Of the same size, with the same header, at the same path."""
+        """Their file has the same size, the same header and the same path."""
         first = fingerprint(self.weights(tmp_path / "x", 1))
         assert fingerprint(self.weights(tmp_path / "x", 2)) != first
         assert fingerprint(self.weights(tmp_path / "y", 1, ("a", "c"))) != first
