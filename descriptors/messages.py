@@ -32,6 +32,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.json_body import parse_body
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute_json import advice_fields, advice_from_fields, compute_fields, parse_compute
+from descriptors.tiers import TierRuns, parse_tiers, tier_fields
 
 LEASE_S_MAX = 3_600
 AGENT_LIFETIME_S_MAX = 86_400
@@ -47,24 +48,26 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 class LookupRequest:
     """The question how many of `chunk_keys`, from the first, are stored. `lease_s` > 0 asks the server to keep the
     chunks for that many seconds, also in a bounded cache. `compute` asks for advice on loading. Chunks that are stored
-    encoded count as far as `accept` takes them.
+    encoded count as far as `accept` takes them. `tiers` asks where the chunks lie.
     """
 
     chunk_keys: tuple[str, ...]
     lease_s: float = 0.0
     compute: AdviceRequest | None = None
     accept: Accept | None = None
+    tiers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """The number of keys, from the first, that are stored without a gap; and advice, if it was asked for. A partial
-    answer counts what is cached: the service behind the cache, which may have more, did not answer.
+    """The number of keys, from the first, that are stored without a gap; advice and tiers, if they were asked for. A
+    partial answer counts what is cached: the service behind the cache, which may have more, did not answer.
     """
 
     matched: int
     advice: Advice | None = None
     is_partial: bool = False
+    tiers: TierRuns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ class _LookupModel(_Model):
     accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
     element: str | None = None
     max_error: float | None = None
+    tiers: bool = False
 
 
 class _RegionModel(_Model):
@@ -216,7 +220,7 @@ def parse_lookup(body: bytes) -> LookupRequest:
         accept = parse_accept(model.accept, model.element, model.max_error)
     except CallerError as error:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, error.message, field=error.field) from None
-    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept)
+    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept, model.tiers)
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
@@ -256,6 +260,8 @@ def lookup_body(request: LookupRequest) -> bytes:
         fields["compute"] = compute_fields(request.compute)
     if request.accept is not None:
         fields |= accept_fields(request.accept)
+    if request.tiers:
+        fields["tiers"] = True
     return _dump(fields)
 
 
@@ -266,15 +272,18 @@ def lookup_answer_body(answer: LookupAnswer) -> bytes:
         fields["advice"] = advice_fields(answer.advice)
     if answer.is_partial:
         fields["partial"] = True
+    if answer.tiers is not None:
+        fields["tiers"] = tier_fields(answer.tiers)
     return json.dumps(fields).encode()
 
 
 def parse_lookup_answer(body: bytes) -> LookupAnswer:
     """A lookup's answer. Unknown fields are ignored. Raises KeyError and ValueError for anything else."""
     fields = json.loads(body)
-    advice = fields.get("advice")
+    advice, matched, tiers = fields.get("advice"), int(fields["matched"]), fields.get("tiers")
     read_advice = None if advice is None else advice_from_fields(advice)
-    return LookupAnswer(int(fields["matched"]), read_advice, fields.get("partial") is True)
+    read_tiers = None if tiers is None else parse_tiers(tiers, matched)
+    return LookupAnswer(matched, read_advice, fields.get("partial") is True, read_tiers)
 
 
 def registration_body(request: AgentRegistration) -> bytes:

@@ -35,6 +35,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
+from descriptors.tiers import TierRuns
 from descriptors.units import MIB
 from nixl_client.fetch.http import HttpFetches
 from nixl_client.fetch.layer_fetch import Layer, LayerFetch
@@ -52,7 +53,7 @@ from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 FETCHES_MAX = 64
 PUT_THREADS = 8
 DECODE_THREADS = 2
-LOOKUP_BYTES_MAX = MIB
+LOOKUP_BYTES_MAX, TIERS_BYTES_MAX = MIB, 2 * MIB
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 __all__ = ["Client", "Transport"]
@@ -222,6 +223,23 @@ class Client:
         with understood():
             return _counted(int(answer.json()["matched"]), chunk_keys)
 
+    def tiers(
+        self, chunk_keys: Sequence[str], *, accept: Accept | None = None, timeout_s: float | None = None
+    ) -> TierRuns:
+        """Where the chunks lie that `lookup` counts: runs of chunks in one tier, in order. It costs the server more than
+        a lookup does, and is meant for people who look.
+        """
+        if not chunk_keys:
+            return ()
+        request = LookupRequest(tuple(chunk_keys), accept=accept, tiers=True)
+        body = self._lookup(request, timeout_s).body
+        with understood():
+            answer = parse_lookup_answer(body)
+            if answer.tiers is None:
+                raise ValueError("the answer names no tiers")
+            _counted(answer.matched, chunk_keys)
+        return answer.tiers
+
     def advise(
         self,
         chunk_keys: Sequence[str],
@@ -246,8 +264,9 @@ class Client:
     def _lookup(self, request: LookupRequest, timeout_s: float | None) -> Answer:
         """A server of an earlier release is asked without what it does not know."""
         try:
+            bytes_max = TIERS_BYTES_MAX if request.tiers else LOOKUP_BYTES_MAX
             return self.http.request(
-                "POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s, bytes_max=LOOKUP_BYTES_MAX
+                "POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s, bytes_max=bytes_max
             )
         except CallerError as error:
             if request.accept is None or error.field != "accept":

@@ -19,13 +19,14 @@ from descriptors.layer_forms import LayerForms
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
+from descriptors.tiers import Tier, TierRuns, runs_of
 from descriptors.tracing import Phase
 from descriptors.units import KIB
 from objectcache.adapters.phases import Phases, delivery_timing
-from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, in_parts, let_others_run, to_end
 from storage_server.agents import RegisteredAgent
 from storage_server.compression.budget import ErrorLimits
-from storage_server.compression.forms import Reading, reading_of
+from storage_server.compression.forms import Reading, Takes, reading_of
 from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.passing import NOTHING, Brought, Passing, PassingRoom
@@ -180,6 +181,20 @@ class Pipeline:
     def active_count(self) -> int:
         """How many deliveries were admitted and have not ended."""
         return self._admission.active_count
+
+    async def tiers(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> TierRuns:
+        """Where these chunks, which are stored, lie for this reader. Nothing counts as used."""
+        found = await self._source.resolve(bucket, keys)
+        tiers: list[Tier] = []
+        for start, part in in_parts(found):
+            await let_others_run(start)
+            tiers += [self._tier(extents, reader) for extents in part]
+        return runs_of(tiers)
+
+    def _tier(self, extents: Sequence[Extent] | None, reader: Takes | None) -> Tier:
+        if extents is None:
+            return Tier.SERVICE
+        return Tier.DRAM if self._dram.has(extents, reader) else Tier.DISK
 
     async def run(
         self,

@@ -60,10 +60,11 @@ class Prefixes:
         matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
         is_partial = matched < len(request.chunk_keys) and self._source.is_cut_off
+        tiers = await self._pipeline.tiers(bucket, request.chunk_keys[:matched], reader) if request.tiers else None
         if request.compute is None:
-            return LookupAnswer(matched, is_partial=is_partial)
+            return LookupAnswer(matched, None, is_partial, tiers)
         offered = self._pipeline.link.offered_rate_bytes_per_s(access_key)
-        return LookupAnswer(matched, advise(matched, request.compute, offered), is_partial)
+        return LookupAnswer(matched, advise(matched, request.compute, offered), is_partial, tiers)
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Carry out one descriptor GET: into the sink, or into registered memory when the descriptor names a target.

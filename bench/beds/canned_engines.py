@@ -77,8 +77,8 @@ class CannedEngine:
         self._publisher: Any = None
         self._replays: asyncio.Task[None] | None = None
 
-    async def start(self, port: int = 0) -> None:
-        """Listen on loopback."""
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        """Listen for HTTP at `host`; KV events are published on loopback."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -93,10 +93,10 @@ class CannedEngine:
         app.router.add_post("/v1/audio/transcriptions", self._transcribe)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, host, port)
         await site.start()
         assert self._runner.addresses
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
         if self.settings.publishes:
             self._context = zmq.asyncio.Context()
             self._publisher = self._context.socket(zmq.PUB)
@@ -302,10 +302,10 @@ def tokens_of(document: dict[str, Any]) -> list[int]:
     return list(str(prompt).encode())
 
 
-async def serve(port: int, settings: CannedSettings) -> None:
+async def serve(port: int, settings: CannedSettings, host: str = "127.0.0.1") -> None:
     """Serve until the standard input ends, and say where."""
     engine = CannedEngine(settings)
-    await engine.start(port)
+    await engine.start(port, host)
     print(engine.url, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await engine.stop()
@@ -314,6 +314,7 @@ async def serve(port: int, settings: CannedSettings) -> None:
 def main() -> None:
     """`python -m bench.beds.canned_engines`."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--token-us", type=float, default=0.0)
     parser.add_argument("--output-s", type=float, default=0.0)
@@ -321,7 +322,7 @@ def main() -> None:
     parser.add_argument("--no-events", action="store_true")
     options = parser.parse_args()
     settings = CannedSettings(options.token_us, options.output_s, options.block_tokens, publishes=not options.no_events)
-    asyncio.run(serve(options.port, settings))
+    asyncio.run(serve(options.port, settings, options.host))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ class PlayedDisk:
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self._source.matched(bucket, keys, lease_s, reader)
 
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        return await self._source.resolve(bucket, keys)
+
     @property
     def is_cut_off(self) -> bool:
         """As the source says."""

@@ -29,7 +29,7 @@ from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
 from gateway.cluster.members import ROUNDS_MAX, Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings_at, matched_of, of_whole
+from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings_at, matched_of, of_whole, tiers_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
@@ -50,20 +50,22 @@ class ClusterPrefixes:
         async def ask(holding: Holding) -> LookupAnswer:
             storage = await self._members.storage(holding.member)
             own = tuple([keys[position] for position in holding.positions.tolist()])
-            looked_up = storage.prefixes.lookup(access_key, bucket, LookupRequest(own, request.lease_s, asked))
+            wanted = LookupRequest(own, request.lease_s, asked, tiers=request.tiers)
+            looked_up = storage.prefixes.lookup(access_key, bucket, wanted)
             return await self._members.watched(holding.member, looked_up)
 
         portions, answers = await self._of_each(bucket, keys, ask)
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
         is_partial = matched < len(keys) and any(answer.is_partial for answer in answers)
+        tiers = tiers_of(portions, [answer.tiers or () for answer in answers], matched) if request.tiers else None
         if compute is None:
-            return LookupAnswer(matched, is_partial=is_partial)
+            return LookupAnswer(matched, None, is_partial, tiers)
         rates = [
             answer.advice.rate_bytes_per_s * len(keys) / portion.chunk_count
             for portion, answer in zip(portions, answers, strict=True)
             if answer.advice is not None and answer.advice.rate_bytes_per_s is not None
         ]
-        return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)), is_partial)
+        return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)), is_partial, tiers)
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMis
 from descriptors.errors import CHUNK_CODES, ChunkUnavailable
 from descriptors.notices import Mode
 from descriptors.placement import Indices, Placement
+from descriptors.tiers import Tier, TierRuns, runs_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +60,19 @@ def matched_of(portions: Sequence[Holding], matched: Sequence[int], chunk_count:
         if count < portion.chunk_count
     ]
     return min(gaps, default=chunk_count)
+
+
+def tiers_of(portions: Sequence[Holding], runs: Sequence[TierRuns], matched: int) -> TierRuns:
+    """Where the first `matched` chunks of the prefix lie, where the members have told it of those of theirs that they
+    have. A chunk that its member tells nothing of counts as being in the service.
+    """
+    tiers = [Tier.SERVICE] * matched
+    for portion, told in zip(portions, runs, strict=True):
+        own = chain.from_iterable(repeat(tier, count) for tier, count in told)
+        for position, tier in zip(portion.positions.tolist(), own, strict=False):
+            if position < matched:
+                tiers[position] = tier
+    return runs_of(tiers)
 
 
 def descriptor_of(

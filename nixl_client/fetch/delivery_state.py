@@ -57,15 +57,21 @@ class DeliveryState:
         self._reported: dict[int, dict[int, int]] = {}
         self._done: dict[int, int] = {}
         self._ready: set[int] = set()
+        self._untold: list[int] = []
 
     def is_ready(self, layer_index: int) -> bool:
         """Whether every byte of the layer is in the buffer."""
-        return self.is_complete or layer_index in self._ready
+        return layer_index in self._ready
 
     @property
     def ready_count(self) -> int:
         """How many layers are complete."""
-        return self.layout.num_layers if self.is_complete else len(self._ready)
+        return len(self._ready)
+
+    def take_ready(self) -> list[int]:
+        """The layers that have become complete since the last call."""
+        found, self._untold = self._untold, []
+        return found
 
     def apply(self, notice: Notice) -> None:
         """Enter one notice. Raises ProtocolViolationError when it contradicts what is known."""
@@ -97,7 +103,7 @@ class DeliveryState:
     def answer(self, mode: Mode, chunk_count: int) -> None:
         """The request was answered with success: every part is done, every layer there."""
         self.set_shape(mode, chunk_count)
-        self.is_complete = True
+        self._complete()
 
     @property
     def forms(self) -> LayerForms | None:
@@ -124,7 +130,14 @@ class DeliveryState:
 
     def mark_ready(self, layer_index: int) -> None:
         """The layer was read to its end by ourselves; no notice is needed."""
-        self._ready.add(layer_index)
+        if layer_index not in self._ready:
+            self._ready.add(layer_index)
+            self._untold.append(layer_index)
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        for layer_index in range(self.layout.num_layers):
+            self.mark_ready(layer_index)
 
     def set_shape(self, mode: Mode, chunk_count: int) -> None:
         """Mode and k as the server says them; saying them again must say the same."""
@@ -174,13 +187,13 @@ class DeliveryState:
         if self.chunk_count is None or len(parts) != self._parts:
             return
         if self._is_whole(f"layer {layer_index}:", sum(parts.values()), 1, self.chunk_count):
-            self._ready.add(layer_index)
+            self.mark_ready(layer_index)
 
     def _settle_done(self) -> None:
         if self.chunk_count is None or len(self._done) != self._parts or self.failure is not None:
             return
         if self._is_whole("done with", sum(self._done.values()), self.layout.num_layers, self.chunk_count):
-            self.is_complete = True
+            self._complete()
 
 
 def granted_rate(headers: Mapping[str, str]) -> Grant:

@@ -383,10 +383,9 @@ class LayerFetch:
             except ProtocolViolationError as violation:
                 self._violation = violation
             now_s = time.monotonic()
-            for layer_index in range(self.descriptor.num_layers):
-                if layer_index not in self._ready_at_s and self._state.is_ready(layer_index):
-                    self._ready_at_s[layer_index] = now_s
-                    self._begin_decoding(layer_index)
+            for layer_index in self._state.take_ready():
+                self._ready_at_s[layer_index] = now_s
+                self._begin_decoding(layer_index)
             self._changed.notify_all()
 
     def _begin_decoding(self, layer_index: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from descriptors.recompute import PrefillCosts
+from descriptors.tiers import Tier, counts_of
 from descriptors.units import format_bytes
 from objectcache.cli.config_values import ConfigError, NoServerError
 from objectcache.cli.remote import connected, remote_options, told
@@ -27,6 +28,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 ANSWER_S = 30.0
 ANSWER_BYTES_MAX = 64 << 20
 PROMPT_BYTES_MAX = 16 << 20
+PLACES = {Tier.DRAM: "memory", Tier.DISK: "the data directory", Tier.SERVICE: "the service behind the cache"}
 TOKENIZED = (
     "prompt", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "cache_salt"
 )  # fmt: skip
@@ -79,6 +81,7 @@ def run_lookup(options: argparse.Namespace) -> int:
         "chunk_tokens": layout.chunk_tokens,
         "chunks": count,
         "stored_chunks": 0,
+        "tiers": {},
     }
     if count:
         with connected(options, published.bucket) as client:
@@ -86,7 +89,10 @@ def run_lookup(options: argparse.Namespace) -> int:
                 KeyChain(deployment.namespace(rank, "", salt), layout.chunk_tokens).keys(tokens, count)
                 for rank in range(deployment.rank_count)
             ]
-            found["stored_chunks"] = min(client.lookup(keys, accept=published.accept) for keys in ranks)
+            runs = [client.tiers(keys, accept=published.accept) for keys in ranks]
+        shortest = min(runs, key=lambda each: sum(count for _, count in each))  # a chunk is loaded where all ranks have it
+        found["tiers"] = counts_of(shortest)
+        found["stored_chunks"] = sum(found["tiers"].values())
     found["stored_tokens"] = found["stored_chunks"] * layout.chunk_tokens
     found["stored_bytes"] = found["stored_chunks"] * layout.chunk_bytes * deployment.rank_count
     costs: PrefillCosts | None = published.prefill
@@ -105,6 +111,8 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"stored      {found['stored_chunks']:,} chunks from the first: {found['stored_tokens']:,} tokens"
         f" ({share:.0%}), {format_bytes(found['stored_bytes'])}, in {where}",
     ]
+    if found["tiers"]:
+        lines.append(f"from        {', '.join(f'{count:,} in {PLACES[tier]}' for tier, count in found['tiers'].items())}")
     if found["stored_tokens"] and found["compute_s"]:
         lines.append(f"computing   {found['compute_s']:.2f} s for these tokens, as the engine has measured")
     return lines

@@ -61,6 +61,9 @@ class ChunkSource(Protocol):
         evicted for `lease_s`, as far as the store has room for leases. Encoded chunks count if the reader takes them.
         """
 
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of each chunk that is here; None for the others. They are not pinned."""
+
     @property
     def is_cut_off(self) -> bool:
         """Whether the home of the chunks has not answered of late, so that `matched` counts what is here alone."""

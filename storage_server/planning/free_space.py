@@ -38,6 +38,11 @@ class FreeSpace:
             self._insert(offset + nbytes, start + length - offset - nbytes)
         self.nbytes -= nbytes
 
+    def next_span(self, offset: int) -> tuple[int, int] | None:
+        """Offset and length of the first free span that begins at this offset or later."""
+        index = bisect_left(self._by_offset, (offset, 0))
+        return self._by_offset[index] if index < len(self._by_offset) else None
+
     def give_back(self, offset: int, nbytes: int) -> None:
         """Free what `take` gave; it is joined with free neighbours."""
         self.nbytes += nbytes

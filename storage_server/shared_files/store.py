@@ -110,7 +110,7 @@ class SharedDirectory:
             Durability.STRICT,
             disk,
             self._dispose,
-            lambda *location: None,  # a location that nothing names may be named by a record that was not read yet
+            lambda holes: None,  # a location that nothing names may be named by a record that was not read yet
             0.0,
             resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
             self._mark,

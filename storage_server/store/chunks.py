@@ -37,6 +37,10 @@ class EmbeddedChunks:
         """Count the leading keys that are stored; their extents are remembered for the descriptor that follows."""
         return await self._reads.matched(bucket, keys, lease_s, reader)
 
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """Look the chunks up in the index; damaged ones are not here."""
+        return await self._reads.resolve(bucket, keys)
+
     @property
     def is_cut_off(self) -> bool:
         """Never: the store is the home."""

@@ -99,9 +99,11 @@ class SlowReaders:
         if limit_bytes is None:
             return False
         kept = Counter[str]()
-        for each, nbytes in self._withheld(tuple(self._readings)):
-            kept[each.access_key] += nbytes
-        return any(nbytes > SHARE * limit_bytes for nbytes in kept.values())
+        for each in tuple(self._readings):
+            kept[each.access_key] += self._withheld_bytes(each.extents)
+            if kept[each.access_key] > SHARE * limit_bytes:
+                return True
+        return False
 
     def _withheld(self, readings: Sequence[Reading]) -> list[tuple[Reading, int]]:
         return [(each, self._withheld_bytes(each.extents)) for each in readings]

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from objectcache.adapters.threads import finished, in_parts, let_others_run, to_end
-from storage_server.compression.forms import Encoded, Reading
+from storage_server.compression.forms import Encoded, Reading, Takes
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import EvictionPolicy, Request
 from storage_server.gather.coming import is_whole
@@ -112,6 +112,10 @@ class DramTier:
     def encoding_s(self) -> float:
         """The time that this has taken."""
         return 0.0
+
+    def has(self, extents: Sequence[Extent], reader: Takes | None) -> bool:
+        """Whether all these extents are in memory in forms that the reader takes."""
+        return bool(extents) and all(self._residency.has(extent, reader) for extent in extents)
 
     @asynccontextmanager
     async def lent(self, extents: Sequence[Extent], reading: Reading | None = None) -> AsyncIterator[Lent]:

@@ -8,19 +8,18 @@ free yet, an extent that was admitted is refused.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from descriptors.layer_forms import EXACT
-from storage_server.compression.forms import Encoded, Reading
+from storage_server.compression.forms import Encoded, Reading, Takes
 from storage_server.planning.extent import Extent, aligned
 from storage_server.planning.free_space import FreeSpace
 
 Key = tuple[str, int]
 SLIDE_EXTENTS_MAX = 4096
-"""Extents that one call of `slide` looks at."""
+"""Free spans that one call of `slide` looks at."""
 
 
 def key_of(extent: Extent) -> Key:
@@ -46,9 +45,11 @@ class Residency:
         self._total_bytes = total_bytes
         self._free = FreeSpace(total_bytes)
         self._resident: dict[Key, _Resident] = {}
-        self._by_offset: list[tuple[int, Key]] = []
+        self._at: dict[int, Key] = {}
+        """The extents by their offsets."""
+        self._forms: Counter[str] = Counter()
         self._slide_from = 0
-        """The index in the order of offsets from which `slide` goes on."""
+        """The offset from which `slide` goes on."""
         self.hit_count = 0
         """How many extents were in memory when they were pinned."""
         self.missed_count = 0
@@ -59,7 +60,7 @@ class Residency:
     @property
     def resident_count(self) -> int:
         """Extents in memory."""
-        return sum(resident.is_filled for resident in self._resident.values())
+        return self._forms.total()
 
     @property
     def free_bytes(self) -> int:
@@ -102,12 +103,16 @@ class Residency:
     @property
     def form_counts(self) -> dict[str, int]:
         """How many extents are in memory in each form."""
-        filled = [resident for resident in self._resident.values() if resident.is_filled]
-        return dict(Counter(EXACT if each.encoded is None else each.encoded.codec.value for each in filled))
+        return dict(+self._forms)
 
     def holds(self, key: Key) -> bool:
         """Whether an extent has a span."""
         return key in self._resident
+
+    def has(self, extent: Extent, reader: Takes | None) -> bool:
+        """Whether the extent is in memory in a form that the reader takes. It is no use of the extent."""
+        resident = self._resident.get(key_of(extent))
+        return resident is not None and resident.is_filled and _is_taken(resident.encoded, reader)
 
     def hold(self, key: Key) -> None:
         """Keep an extent where it is, without counting a use."""
@@ -135,6 +140,8 @@ class Residency:
             return False
         if nbytes < resident.nbytes:
             self._free.give_back(resident.offset + nbytes, resident.nbytes - nbytes)
+        self._forms[_form_of(resident.encoded)] -= 1
+        self._forms[_form_of(encoded)] += 1
         resident.nbytes, resident.encoded = nbytes, encoded
         return True
 
@@ -146,25 +153,26 @@ class Residency:
         moves: list[tuple[int, int, int]] = []
         if self._free.nbytes < nbytes:
             return moves
-        moved_bytes, first = 0, self._slide_from if self._slide_from < len(self._by_offset) else 0
-        before = self._resident[self._by_offset[first - 1][1]] if first else None
-        end = 0 if before is None else before.offset + before.nbytes
-        """The end of what lies before, without a gap that can be closed."""
-        self._slide_from = first + SLIDE_EXTENTS_MAX
-        for at in range(first, min(len(self._by_offset), self._slide_from)):
-            offset, key = self._by_offset[at]
-            resident = self._resident[key]
-            gap = offset - end
-            if gap >= nbytes or moved_bytes + resident.nbytes > moved_bytes_max:
-                self._slide_from = at
+        moved_bytes = 0
+        for _ in range(SLIDE_EXTENTS_MAX):
+            gap = self._free.next_span(self._slide_from)
+            key = None if gap is None else self._at.get(sum(gap))
+            if gap is None or key is None:  # nothing lies behind the last free span
+                self._slide_from = 0
                 break
-            if gap and resident.is_filled and not resident.pins:
-                self._free.give_back(offset, resident.nbytes)
-                self._free.take_at(end, resident.nbytes)
-                moves.append((offset, end, resident.nbytes))
-                resident.offset, self._by_offset[at] = end, (end, key)
-                moved_bytes += resident.nbytes
-            end = resident.offset + resident.nbytes
+            resident = self._resident[key]
+            self._slide_from = gap[0]
+            if gap[1] >= nbytes or moved_bytes + resident.nbytes > moved_bytes_max:
+                break
+            if resident.pins or not resident.is_filled:
+                self._slide_from = resident.offset + resident.nbytes
+                continue
+            moves.append((resident.offset, gap[0], resident.nbytes))
+            self._free.give_back(resident.offset, resident.nbytes)
+            self._free.take_at(gap[0], resident.nbytes)
+            del self._at[resident.offset]
+            resident.offset, self._at[gap[0]] = gap[0], key
+            moved_bytes += resident.nbytes
         return moves
 
     def evict(self, keys: Iterable[Key]) -> None:
@@ -199,7 +207,7 @@ class Residency:
                 refused.append(key)
             else:
                 self._resident[key] = _Resident(offset, nbytes)
-                insort(self._by_offset, (offset, key))
+                self._at[offset] = key
                 coming.append((extent, offset))
         return coming, refused
 
@@ -208,6 +216,7 @@ class Residency:
         key = key_of(extent)
         self._resident[key].is_filled = True
         self._resident[key].encoded = encoded
+        self._forms[_form_of(encoded)] += 1
         self._leave_if_free(key)
 
     def dropped(self, extent: Extent) -> None:
@@ -221,9 +230,15 @@ class Residency:
 
     def _remove(self, key: Key) -> None:
         gone = self._resident.pop(key)
-        del self._by_offset[bisect_left(self._by_offset, (gone.offset, key))]
+        del self._at[gone.offset]
+        if gone.is_filled:
+            self._forms[_form_of(gone.encoded)] -= 1
         self._free.give_back(gone.offset, gone.nbytes)
 
 
-def _is_taken(encoded: Encoded | None, reading: Reading | None) -> bool:
+def _form_of(encoded: Encoded | None) -> str:
+    return EXACT if encoded is None else encoded.codec.value
+
+
+def _is_taken(encoded: Encoded | None, reading: Takes | None) -> bool:
     return encoded is None or (reading is not None and reading.takes(encoded))

@@ -83,7 +83,7 @@ class UpstreamChunks:
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             is_again = next(attempts) > 0
             since = self._cache.evictor.before_lookup()
-            found = await self._cached(bucket, keys)
+            found = await self.resolve(bucket, keys)
             await self._require_current(bucket, keys, found)
             absent = [index for index, extents in enumerate(found) if extents is None]
             if absent:
@@ -119,7 +119,7 @@ class UpstreamChunks:
         Where upstream does not answer, those are counted that are known without it.
         """
         since = self._cache.evictor.before_lookup()
-        found = await self._cached(bucket, keys)
+        found = await self.resolve(bucket, keys)
         for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
         low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
@@ -129,6 +129,15 @@ class UpstreamChunks:
             absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         return low
+
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of the chunks that the cache has."""
+        try:
+            return await self._cache.objects.resolve(bucket, keys)
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_BUCKET:
+                return [None] * len(keys)
+            raise
 
     @property
     def is_cut_off(self) -> bool:
@@ -262,15 +271,6 @@ class UpstreamChunks:
             if info is None or is_chunk(key, info.attributes) or await self._is_current(bucket, key, info):
                 continue
             await self._fetches.stop(bucket, [key])
-
-    async def _cached(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of the chunks that the cache has."""
-        try:
-            return await self._cache.objects.resolve(bucket, keys)
-        except CallerError as error:
-            if error.code is ErrorCode.NO_SUCH_BUCKET:
-                return [None] * len(keys)
-            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,21 @@ def test_rows_of_a_table_have_the_cells_of_its_head(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_row_of_a_table_has_a_line(page: Path) -> None:
+    """A table whose rows were filled into one paragraph is shown as text."""
+    lines = [re.sub(r"`[^`]*`", "", line) for _, line in prose_lines(page.read_text())]
+    assert [line for line in lines if "|---|" in line and not re.fullmatch(r"[|:-]+", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_leads_to_a_file_of_the_repository(page: Path) -> None:
+    prose = "\n".join(re.sub(r"`[^`]*`", "", line) for _, line in prose_lines(page.read_text()))
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose)]
+    local = [target for target in targets if target and "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_sentence_of_a_page_begins_with_who(page: Path) -> None:
     assert who_sentences("\n".join(line for _, line in prose_lines(page.read_text()))) == []
 

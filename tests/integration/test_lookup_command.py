@@ -106,11 +106,13 @@ def test_what_is_stored_of_a_prompt_is_told(
         client.put_chunks(keys[:2], list(chunks[:2]))
     found = looked_up(engine, tmp_path, asked)
     assert (found["stored_chunks"], found["stored_tokens"], found["stored_bytes"]) == (2, 8, 2 * LAYOUT.chunk_bytes)
+    assert sum(found["tiers"].values()) == 2  # type: ignore[attr-defined]
     assert (found["bucket"], found["endpoint"]) == ("chunks", servers.url)
     assert run(["lookup", "--engine", engine.url, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
     said = capsys.readouterr().out
     assert "14 tokens, 3 whole chunks of 4" in said
     assert "2 chunks from the first: 8 tokens (57%), 16 KiB, in chunks at" in said
+    assert "from        2 in the data directory" in said or "from        2 in memory" in said
 
 
 MESSAGES = [{"role": "user", "content": "a prompt"}]

@@ -36,6 +36,9 @@ class SourceWrapper:
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self.source.matched(bucket, keys, lease_s, reader)
 
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        return await self.source.resolve(bucket, keys)
+
     @property
     def is_cut_off(self) -> bool:
         return self.source.is_cut_off

@@ -17,6 +17,8 @@ import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +29,7 @@ from storage_server.store.data.disk import Disk
 from storage_server.store.data.space import Space
 
 IDLE_FILES_MAX = 512
+LOOKED_AT_ONCE = 4096
 PUNCHED_MAX = 65_536
 """So many locations are remembered that were given back. A reader that began before the first of them reads again."""
 FOLDER = "extents"
@@ -35,6 +38,8 @@ _FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 Read = Callable[[int, memoryview, int], int]
 Location = tuple[str, int]
 """A file, and the offset of an extent in it."""
+Hole = tuple[str, int, int]
+"""A file, an offset in it, and how many bytes."""
 
 
 def extent_place(directory: Path, file_id: str) -> Beneath:
@@ -44,7 +49,8 @@ def extent_place(directory: Path, file_id: str) -> Beneath:
 
 class ExtentFiles:
     """Pins, open descriptors and deferred deletion. Space that is given back is told to `space`. Methods may be called
-    from any thread.
+    from any thread; a thread of its own deletes files and punches holes, because readers end on the event loop, and a
+    file system may take long over a large file.
     """
 
     waits = False
@@ -62,6 +68,7 @@ class ExtentFiles:
         """How many files each of `direct_threads` may open once more while it reads them past the page cache."""
         self._open_files_max = limit - direct_threads * self.direct_files_max
         self._lock = threading.Lock()
+        self._giver = ThreadPoolExecutor(1, "give-back")
         self._live: set[str] = set()
         self._pins: Counter[str] = Counter()
         self._fds: OrderedDict[str, int] = OrderedDict()
@@ -123,7 +130,8 @@ class ExtentFiles:
         with self._lock:
             released = list(file_ids)
             _decrease(self._whole, released)
-            self._release(released)
+            dead, holes = self._release(released)
+        self._give_back(dead, holes)
 
     def pin_locations(self, locations: Sequence[Location]) -> bool:
         """As `pin`, for some extents of files; other locations in the files may become holes."""
@@ -139,45 +147,61 @@ class ExtentFiles:
         """Undo `pin_locations` of the same locations."""
         with self._lock:
             _decrease(self._locations, locations)
-            self._release({file_id for file_id, _ in locations})
+            dead, holes = self._release({file_id for file_id, _ in locations})
+        self._give_back(dead, holes)
 
     def dispose(self, file_id: str) -> None:
-        """Delete a file that the index no longer names, now or when its last reader is done."""
+        """Delete a file that the index no longer names, soon or when its last reader is done."""
         with self._lock:
             self._live.discard(file_id)
             if self._pins.get(file_id):
                 self._doomed.add(file_id)
                 self._space.revive(file_id)
-            else:
-                self._remove(file_id)
-
-    def punch(self, file_id: str, offset: int, nbytes: int) -> None:
-        """Give back the space of bytes that the index no longer names, now or when their last reader is done."""
-        with self._lock:
-            if file_id not in self._live:
                 return
-            if self._is_read(file_id, offset):
-                self._holes.setdefault(file_id, {})[offset] = nbytes
-                self._space.revive(file_id, nbytes)
-            else:
-                self._punch(file_id, offset, nbytes)
+        self._give_back([file_id], [])
 
-    def withheld_bytes(self, extents: Iterable[Extent]) -> int:
-        """How many bytes of these extents the index no longer names, and are there only as long as they are read."""
+    def punch(self, holes: Iterable[Hole]) -> None:
+        """Give back the space of bytes that the index no longer names, soon or when their last reader is done."""
+        free: list[Hole] = []
         with self._lock:
-            if not self._doomed and not self._holes:
-                return 0
-            return sum(
-                aligned(extent.nbytes)
-                for extent in extents
-                if extent.file_id in self._doomed or extent.offset in self._holes.get(extent.file_id, ())
-            )
+            for file_id, offset, nbytes in holes:
+                if file_id not in self._live:
+                    continue
+                if self._is_read(file_id, offset):
+                    self._holes.setdefault(file_id, {})[offset] = nbytes
+                    self._space.revive(file_id, nbytes)
+                else:
+                    self._note_punched(file_id, offset)
+                    free.append((file_id, offset, nbytes))
+        self._give_back([], free)
+
+    def settle(self) -> None:
+        """Wait until what can be given back now is given back."""
+        self._giver.submit(lambda: None).result()
+
+    def withheld_bytes(self, extents: Sequence[Extent]) -> int:
+        """How many bytes of these extents the index no longer names, and are there only as long as they are read. Reads
+        begin and end meanwhile: the lock is held for a part at a time.
+        """
+        nbytes = 0
+        for start in range(0, len(extents), LOOKED_AT_ONCE):
+            with self._lock:
+                if not self._doomed and not self._holes:
+                    return nbytes
+                nbytes += sum(
+                    aligned(extent.nbytes)
+                    for extent in extents[start : start + LOOKED_AT_ONCE]
+                    if extent.file_id in self._doomed or extent.offset in self._holes.get(extent.file_id, ())
+                )
+        return nbytes
 
     def _is_read(self, file_id: str, offset: int) -> bool:
         return file_id in self._whole or (file_id, offset) in self._locations
 
-    def _release(self, file_ids: Iterable[str]) -> None:
-        """Unpin files once, and do what had to wait for it."""
+    def _release(self, file_ids: Iterable[str]) -> tuple[list[str], list[Hole]]:
+        """Unpin files once. Returns the files and holes that had to wait for it."""
+        dead: list[str] = []
+        free: list[Hole] = []
         for file_id in file_ids:
             self._pins[file_id] -= 1
             is_last = self._pins[file_id] <= 0
@@ -186,14 +210,16 @@ class ExtentFiles:
                 if file_id in self._doomed:
                     self._doomed.discard(file_id)
                     self._holes.pop(file_id, None)
-                    self._remove(file_id)
+                    dead.append(file_id)
                     continue
             holes = self._holes.get(file_id, {})
             for offset in [offset for offset in holes if not self._is_read(file_id, offset)]:
-                self._punch(file_id, offset, holes.pop(offset))
+                self._note_punched(file_id, offset)
+                free.append((file_id, offset, holes.pop(offset)))
             if is_last:
                 self._holes.pop(file_id, None)
         self._close_idle(IDLE_FILES_MAX)
+        return dead, free
 
     def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
         """Fill `view` with the extent's bytes from `start` on; every byte has passed its block's checksum.
@@ -293,22 +319,35 @@ class ExtentFiles:
                 self._punched.get(location, 0) > since for location in locations
             )
 
-    def _punch(self, file_id: str, offset: int, nbytes: int) -> None:
+    def _note_punched(self, file_id: str, offset: int) -> None:
         self.punch_count += 1
         self._punched[file_id, offset] = self.punch_count
         if len(self._punched) > PUNCHED_MAX:
             self._forgotten_count = self._punched.pop(next(iter(self._punched)))
-        with contextlib.suppress(OSError):  # if this fails, the space comes back when the file is deleted
-            if self.disk.punch(self.place(file_id), offset, aligned(nbytes)):
-                self._space.give_back(file_id, nbytes)
 
-    def _remove(self, file_id: str) -> None:
-        fd = self._fds.pop(file_id, None)
-        if fd is not None:
-            os.close(fd)
-        with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
-            self.disk.unlink(self.place(file_id))
-            self._space.forget(file_id)
+    def _give_back(self, dead: Sequence[str], holes: Sequence[Hole]) -> None:
+        """Have files deleted and holes punched that nobody reads, and that no index names."""
+        if dead or holes:
+            try:
+                self._giver.submit(partial(self._given_back, dead, holes))
+            except RuntimeError:  # closed: the files are swept at the next start
+                return
+
+    def _given_back(self, dead: Sequence[str], holes: Sequence[Hole]) -> None:
+        for file_id, offset, nbytes in joined(holes):
+            with contextlib.suppress(OSError):
+                if self.disk.punch(self.place(file_id), offset, nbytes):
+                    self._space.give_back(file_id, nbytes)
+                    continue
+            self._space.revive(file_id, nbytes)  # it comes back when the file is deleted
+        for file_id in dead:
+            with self._lock:
+                fd = self._fds.pop(file_id, None)
+            if fd is not None:
+                os.close(fd)
+            with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
+                self.disk.unlink(self.place(file_id))
+                self._space.forget(file_id)
 
     def count(self) -> int:
         """Files of extents in the directory."""
@@ -338,11 +377,24 @@ class ExtentFiles:
         return (place for place in places_in(Beneath(self._directory, FOLDER)) if _FILE_ID.match(place.name))
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Give back what is due, and close every descriptor."""
+        self._giver.shutdown()
         with self._lock:
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()
+
+
+def joined(holes: Iterable[Hole]) -> list[Hole]:
+    """The holes, aligned, with those that touch each other made one: each costs a call of the file system."""
+    found: list[Hole] = []
+    for file_id, offset, nbytes in sorted(holes):
+        if found and found[-1][0] == file_id and offset <= found[-1][1] + found[-1][2]:
+            end = max(found[-1][1] + found[-1][2], offset + aligned(nbytes))
+            found[-1] = file_id, found[-1][1], end - found[-1][1]
+        else:
+            found.append((file_id, offset, aligned(nbytes)))
+    return found
 
 
 def places_in(extents: Beneath) -> Iterator[Beneath]:

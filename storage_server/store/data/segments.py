@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from descriptors.errors import CallerError, ErrorCode
@@ -23,12 +23,12 @@ from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import Extent, aligned
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles
+from storage_server.store.data.extents import ExtentFiles, Hole
 from storage_server.store.data.space import Space
 
 SEGMENT_EXTENTS_MAX = 256
-Punch = Callable[[str, int, int], None]
-"""Gives the space of a location (file, offset, bytes) back."""
+Punch = Callable[[Sequence[Hole]], None]
+"""Gives the space of locations back."""
 RETIRE_BYTES_MIN = 1 << 20
 
 
@@ -58,7 +58,9 @@ class WriteFile:
     def give_back(self, offset: int, nbytes: int, *, is_written: bool) -> None:
         """Give back the space of a body that failed: no row has named the bytes, and no row will."""
         if is_written:
-            self._punch(self.file_id, offset, nbytes)  # when nobody reads there: a delivery may have begun with them
+            hole = self.file_id, offset, nbytes
+            self._space.doom([hole])
+            self._punch([hole])  # when nobody reads there: a delivery may have begun with them
         else:
             self._space.give_back(self.file_id, nbytes)
 

@@ -28,6 +28,7 @@ from descriptors.objects import BucketCache
 from objectcache.adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk, disk_error
 from storage_server.store.data.durability import Durability
+from storage_server.store.data.extents import Hole
 from storage_server.store.data.segments import Pending, WriteFile
 from storage_server.store.data.space import Space
 from storage_server.store.index.identity import Identity, Mark, count_transaction, read_identity
@@ -85,11 +86,11 @@ class _Job:
 
 class Committer:
     """Owns the index's writing connection. Keys that a transaction changed are removed from `resolved`. The thread
-    calls `dispose` with files that no row names. It calls `punch` with freed locations in other files (file, offset,
-    bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
-    transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, and what the
-    parts of open uploads take more, by buckets, once it is committed. `journal` is where other servers read of each
-    transaction; it has the transaction before its commit.
+    calls `dispose` with files that no row names. It calls `punch` with freed locations in other files, `punch_delay_s`
+    after nobody in this process can find them any more. `mark` records the number of transactions. `space` is told
+    which bytes are about to be given back, and `on_changes` what keys show, and what the parts of open uploads take
+    more, by buckets, once it is committed. `journal` is where other servers read of each transaction; it has the
+    transaction before its commit.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Committer:
         durability: Durability,
         disk: Disk,
         dispose: Callable[[str], None],
-        punch: Callable[[str, int, int], None],
+        punch: Callable[[Sequence[Hole]], None],
         punch_delay_s: float,
         resolved: ResolvedKeys,
         mark: Mark,
@@ -117,8 +118,8 @@ class Committer:
         self._punch = punch
         self._punch_delay_s = punch_delay_s
         self._resolved = resolved
-        self._holes: list[tuple[str, int, int]] = []
-        self._punches: deque[tuple[float, str, int, int]] = deque()
+        self._holes: list[Hole] = []
+        self._punches: deque[tuple[float, Hole]] = deque()
         self._queue: queue.SimpleQueue[_Job | str | _Sync | None] = queue.SimpleQueue()
         self._is_sync_wanted = False
         self._pending = 0
@@ -410,14 +411,16 @@ class Committer:
                 self._dispose(file_id)
             self._dead.pop()
         due_s = time.monotonic() + self._punch_delay_s
-        self._punches.extend((due_s, *hole) for hole in self._holes)
+        self._punches.extend((due_s, hole) for hole in self._holes)
         self._holes.clear()
 
     def _give_space_back(self) -> None:
         """Punch the holes that are due. Readers in other processes have had time to end."""
         now_s = time.monotonic()
+        due: list[Hole] = []
         while self._punches and self._punches[0][0] <= now_s:
-            self._punch(*self._punches.popleft()[1:])
+            due.append(self._punches.popleft()[1])
+        self._punch(due)
 
     def _shrink_index(self) -> None:
         """Rows that were deleted leave empty pages: without this the index would be as large as it ever was, and its

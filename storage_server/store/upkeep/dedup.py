@@ -39,7 +39,10 @@ from storage_server.store.rows import KeyChange
 from storage_server.store.upkeep.dedup_rows import (
     Stored,
     Version,
+    has_unknown,
     new_extents,
+    newest_version,
+    note_looked_at,
     older_duplicates,
     settle,
     stored_bytes,
@@ -51,7 +54,7 @@ TICK_S = 0.25
 NEWS_MAX = 65_536
 """If more comes before it was looked at, the index is read for what is missing."""
 VERSIONS_AT_ONCE = 256
-SCAN_INTERVAL_S = 60.0
+SCAN_INTERVAL_S = MARK_INTERVAL_S = 60.0
 STEP_BYTES = MIB
 LOOK_BYTES = 64 * KIB
 """Looking at one version counts like comparing so many bytes."""
@@ -86,6 +89,9 @@ class Deduplicator:
         self._lock = threading.Lock()
         self._is_scan_due = True
         self._scanned_at = float("-inf")
+        self._newest = self._marked = 0
+        """The last version at the last look, and the last that was written down as looked at."""
+        self._mark_due_at = 0.0
         self._count_due_at = 0.0
         self.stored = Stored()
         """The bytes of all extents, as they were COUNT_INTERVAL_S ago, or longer in a large store."""
@@ -134,6 +140,8 @@ class Deduplicator:
         while some := self._some_news():
             unsynced += await self._look_at(some, bytes_per_s)
         self._note(unsynced)
+        if not unsynced and not self._is_scan_due and time.monotonic() >= self._mark_due_at:
+            await self._mark()
         if self.shared_count > before_count:
             _log.info("%d extents share the bytes of older ones from now on", self.shared_count - before_count)
 
@@ -156,8 +164,20 @@ class Deduplicator:
         with self._lock:
             return [self._news.popleft() for _ in range(min(len(self._news), VERSIONS_AT_ONCE))]
 
+    async def _mark(self) -> None:
+        """Write down what was looked at: all that was there at the look before this one, of which the news have told
+        meanwhile.
+        """
+        self._mark_due_at = time.monotonic() + MARK_INTERVAL_S
+        looked_at, self._newest = self._newest, await self._reader.threaded(newest_version)
+        if looked_at > self._marked:
+            await self._change(partial(note_looked_at, version=looked_at))
+            self._marked = looked_at
+
     async def _scan(self, bytes_per_s: float) -> None:
         """Look at what was stored before the start, or came too fast."""
+        if not await self._reader.threaded(has_unknown):
+            return
         after: tuple[str, str] | None = ("", "")
         while after is not None:
             found, after = await self._reader.threaded(partial(unknown_versions, after=after, limit=VERSIONS_AT_ONCE))

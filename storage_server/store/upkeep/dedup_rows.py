@@ -76,6 +76,26 @@ def content_id(scope: str, extent: Extent) -> bytes:
     return digest.digest()[:CONTENT_ID_BYTES]
 
 
+def newest_version(db: sqlite3.Connection) -> int:
+    """The last version whose objects, and all before them, are there; an open upload has its version from the start."""
+    newest = "SELECT coalesce(max(version), 0) FROM extents"
+    open_ones = "SELECT coalesce(min(version) - 1, 9223372036854775807) FROM uploads"
+    return int(db.execute(f"SELECT min(({newest}), ({open_ones}))").fetchone()[0])
+
+
+def has_unknown(db: sqlite3.Connection) -> bool:
+    """Whether there may be extents that were not looked at. Versions up to the mark all were."""
+    mark = "SELECT coalesce(max(value), 0) FROM meta WHERE name = 'looked_at'"
+    unknown = f"SELECT 1 FROM extents WHERE version > ({mark}) AND content IS NULL AND file_id <> '' LIMIT 1"
+    return db.execute(unknown).fetchone() is not None
+
+
+def note_looked_at(tx: Transaction, version: int) -> None:
+    """Note that the extents of all versions up to this one were looked at: a restart need not read their rows."""
+    sql = "INSERT INTO meta VALUES ('looked_at', ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)"
+    tx.db.execute(sql, (version,))
+
+
 def unknown_versions(
     db: sqlite3.Connection, after: tuple[str, str], limit: int
 ) -> tuple[list[Version], tuple[str, str] | None]:

@@ -138,6 +138,17 @@ class ChunkSourceRules:
         assert reading.failure is None
         assert reading.target.tobytes() == CHUNKS[order].tobytes()
 
+    async def test_chunks_that_are_here_are_resolved_without_bringing_others(self, stored: SourceBed) -> None:
+        await stored.delete([KEYS[3]])
+        async with stored.source.open_chunks(BUCKET, KEYS[:3], LAYOUT, prefix_only=False) as chunks:
+            await read_payloads(stored.source, chunks)
+        async with asyncio.timeout(30):
+            while None in await stored.source.resolve(BUCKET, KEYS[:3]):  # what came from elsewhere is being kept
+                await asyncio.sleep(0.01)
+        assert (await stored.source.resolve(BUCKET, [KEYS[3], "0" * 64])) == [None, None]
+        found = await stored.source.resolve(BUCKET, KEYS[:3])
+        assert [sum(extent.nbytes for extent in extents or ()) for extents in found] == [LAYOUT.chunk_bytes] * 3
+
     async def test_the_extents_of_a_chunk_cover_it_without_gap_or_overlap(self, stored: SourceBed) -> None:
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
             for extents in chunks:

@@ -16,9 +16,10 @@ from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms,
 from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
+from descriptors.tiers import Tier, runs_of
 from gateway.cluster.forms import merged_forms
 from gateway.cluster.merge import Merger, PortionBody, Share, Slices, Window, windows
-from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of
+from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of, tiers_of
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
 PLACEMENT = Placement(View("kv", 1, MEMBERS))
@@ -55,6 +56,15 @@ def test_what_is_matched_ends_before_the_first_gap_of_any_member() -> None:
         for count in range(portion.chunk_count):
             found = [count if at == index else all_of for at, all_of in enumerate(whole)]
             assert matched_of(portions, found, 30) == int(portion.positions[count])
+
+
+def test_the_tiers_of_the_members_are_put_together_in_the_order_of_the_chunks() -> None:
+    portions = holdings(PLACEMENT, "bucket", KEYS)
+    whole = [list(Tier)[index % 3] for index in range(30)]
+    told = [runs_of(whole[at] for at in portion.positions.tolist()) for portion in portions]
+    assert tiers_of(portions, told, 30) == runs_of(whole)
+    assert tiers_of(portions, told, 7) == runs_of(whole[:7])
+    assert tiers_of(portions, [()] * len(portions), 3) == ((Tier.SERVICE, 3),)
 
 
 def test_the_descriptor_of_a_part_names_its_chunks_and_their_places() -> None:

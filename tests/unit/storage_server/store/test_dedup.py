@@ -487,3 +487,44 @@ def test_ids_depend_on_scope_length_and_checksums() -> None:
 def test_a_wrong_rate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dedup_bytes_per_s"):
         StorageSettings(data_dir=tmp_path, dedup_bytes_per_s=0)
+
+
+async def test_a_restart_reads_no_rows_of_what_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where something came that was not is everything looked through."""
+    monkeypatch.setattr(dedup, "MARK_INTERVAL_S", 0.0)
+    looked: list[object] = []
+    real = dedup_rows.unknown_versions
+
+    def counted(db: sqlite3.Connection, after: tuple[str, str], limit: int) -> object:
+        looked.append(after)
+        return real(db, after, limit)
+
+    monkeypatch.setattr(dedup, "unknown_versions", counted)
+    store = await store_with_bucket(tmp_path)
+    data = content(SMALL)
+    await put(store, "one", data)
+    for _ in range(3):
+        await share(store)
+    store.close()
+    store = await opened(tmp_path)
+    await share(store)
+    assert looked == []
+    store.close()
+    store = await opened(tmp_path)
+    await put(store, "two", data)
+    store.close()  # before anybody looked at it
+    store = await opened(tmp_path)
+    await share(store)
+    assert looked
+    assert len(set(locations(store))) == 1
+    store.close()
+
+
+async def test_an_open_upload_is_not_taken_as_looked_at(tmp_path: Path) -> None:
+    """Its parts have an old version when it is completed."""
+    store = await store_with_bucket(tmp_path)
+    before = store.reader.here(dedup_rows.newest_version)
+    await store.uploads.create_upload("k", UploadRequest("k", "bbb", "large"))
+    await put(store, "one", content(SMALL))
+    assert store.reader.here(dedup_rows.newest_version) == before
+    store.close()

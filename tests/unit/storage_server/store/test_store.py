@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -25,7 +26,7 @@ from objectcache.adapters.beneath import Beneath
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.store.data import extents as extents_module
-from storage_server.store.data.extents import ExtentFiles, PinSet
+from storage_server.store.data.extents import ExtentFiles, PinSet, joined
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
@@ -210,23 +211,57 @@ def test_a_hole_waits_for_the_readers_of_its_place_only(tmp_path: Path) -> None:
             punched.append(offset)
             return True
 
+    def punched_by(files: ExtentFiles) -> list[int]:
+        files.settle()
+        return punched
+
     files = ExtentFiles(tmp_path, 10, Punching())
     files.add("f")
     readers = [PinSet(files), PinSet(files)]
     for reader in readers:
         assert reader.keep(extents_at(("f", 0)), files.punch_count)
     assert files.pin(["f"])
-    files.punch("f", 0, 4096)
-    files.punch("f", 8192, 4096)
-    assert punched == []
+    files.punch([("f", 0, 4096)])
+    files.punch([("f", 8192, 4096)])
+    assert punched_by(files) == []
     files.unpin(["f"])
-    files.punch("f", 4096, 4096)
-    assert punched == [8192, 4096]
+    files.punch([("f", 4096, 4096)])
+    assert punched_by(files) == [8192, 4096]
     readers[0].release()
-    assert punched == [8192, 4096]
+    assert punched_by(files) == [8192, 4096]
     readers[1].release()
-    assert punched == [8192, 4096, 0]
+    assert punched_by(files) == [8192, 4096, 0]
     assert files.pinned_count == 0
+
+
+def test_holes_that_touch_are_one_call_of_the_file_system() -> None:
+    assert joined([("b", 0, 10), ("a", 8192, 4096), ("a", 0, 4000), ("a", 4096, 1), ("a", 20480, 5000)]) == [
+        ("a", 0, 12288), ("a", 20480, 8192), ("b", 0, 4096)
+    ]  # fmt: skip
+
+
+def test_a_reader_that_ends_waits_for_no_file_system(tmp_path: Path) -> None:
+    """It ends on the event loop, and to delete a large file takes long."""
+    may_go = threading.Event()
+
+    class Waiting(FaultyDisk):
+        def unlink(self, place: Beneath) -> None:
+            may_go.wait()
+            super().unlink(place)
+
+    files = ExtentFiles(tmp_path, 10, Waiting())
+    files.start()
+    place = files.place("f" * 32)
+    place.parent.make_folder()
+    place.path.write_bytes(b"data")
+    files.add("f" * 32)
+    assert files.pin(["f" * 32])
+    files.dispose("f" * 32)
+    files.unpin(["f" * 32])
+    assert place.path.exists()
+    may_go.set()
+    files.settle()
+    assert not place.path.exists()
 
 
 def test_a_reader_reads_the_index_again_where_its_own_places_were_given_back(
@@ -237,11 +272,11 @@ def test_a_reader_reads_the_index_again_where_its_own_places_were_given_back(
     files = ExtentFiles(tmp_path, 10, FaultyDisk())
     files.add("f")
     before = files.punch_count
-    files.punch("f", 4096, 4096)
+    files.punch([("f", 4096, 4096)])
     assert PinSet(files).keep(extents_at(("f", 0)), before)
     assert not PinSet(files).keep(extents_at(("f", 0), ("f", 4096)), before)
     for offset in range(8192, 8192 + 4 * 4096, 4096):
-        files.punch("f", offset, 4096)
+        files.punch([("f", offset, 4096)])
     assert not PinSet(files).keep(extents_at(("f", 0)), before)
     assert PinSet(files).keep(extents_at(("f", 0)), files.punch_count)
 

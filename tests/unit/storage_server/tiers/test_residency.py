@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.compression.forms import Encoded
+from storage_server.compression.forms import Encoded, Taken
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 from storage_server.tiers.residency import Key, Residency, key_of
 
@@ -38,6 +38,19 @@ def test_what_was_admitted_and_filled_can_be_pinned() -> None:
     assert bring_in(residency, [extent(1), extent(2)]) == ([1, 2], [])
     assert residency.pin([extent(1), extent(3), extent(2)]) == [0, None, UNIT]
     assert (residency.hit_count, residency.missed_count, residency.resident_count) == (2, 1, 2)
+
+
+def test_looking_is_no_use() -> None:
+    residency = Residency(4 * UNIT)
+    bring_in(residency, [extent(1)])
+    assert (residency.has(extent(1), None), residency.has(extent(2), None)) == (True, False)
+    assert (residency.hit_count, residency.missed_count) == (0, 0)
+    one = encoded(UNIT)
+    (coming,), _ = residency.admit([key_of(extent(3))], {key_of(extent(3)): extent(3)}, {key_of(extent(3)): UNIT})
+    assert not residency.has(extent(3), None)
+    residency.filled(coming[0], one)
+    assert not residency.has(extent(3), None)
+    assert residency.has(extent(3), Taken((Codec.FP8,), Element.FLOAT16))
 
 
 def test_what_is_still_being_read_in_is_not_there_yet() -> None:
@@ -172,6 +185,23 @@ class ResidencyMachine(RuleBasedStateMachine):
         spans = sorted(there.values())
         assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
         assert self.residency.used_bytes == sum(n for _, n in spans)
+        filled = [each for each in self.residency._resident.values() if each.is_filled]
+        assert self.residency.resident_count == sum(self.residency.form_counts.values()) == len(filled)
+
+    @rule(units=st.integers(1, 9), moved_units=st.integers(0, 20))
+    def slide(self, units: int, moved_units: int) -> None:
+        """Each move goes down, over bytes that nobody else has at that moment."""
+        for before, after, nbytes in self.residency.slide(units * UNIT, moved_units * UNIT):
+            (key,) = [key for key, place in self.places.items() if place == (before, nbytes) and self._is_there(key)]
+            assert after < before
+            others = [place for other, place in self.places.items() if other != key and self._is_there(other)]
+            assert all(after + nbytes <= start or start + length <= after for start, length in others)
+            assert all(one != key for one, _ in ((key_of(one), at) for one, at in self.pinned))
+            assert key not in self.coming
+            self.places[key] = after, nbytes
+
+    def _is_there(self, key: Key) -> bool:
+        return self.residency.holds(key)
 
 
 TestResidency = ResidencyMachine.TestCase
