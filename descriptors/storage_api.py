@@ -1,8 +1,8 @@
 """StorageApi: the calls that a gateway makes to the storage side, with a Protocol for each role.
 
-`storage_server.service.EmbeddedStorage` answers in the same process. `gateway.storage_client.RemoteStorage` carries the
-same calls over HTTP to a storage server in another process; `descriptors.peer_calls` derives the wire form from the
-signatures here. tests/contract/store runs the same rules for objects and uploads against every implementation.
+`storage_server.service.storage.EmbeddedStorage` answers in the same process. `gateway.storage_client.RemoteStorage`
+carries the same calls over HTTP to a storage server in another process; `descriptors.peer_calls` derives the wire form
+from the signatures here. tests/contract/store runs the same rules for objects and uploads against every implementation.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ class Client:
     def tiers(
         self, chunk_keys: Sequence[str], *, accept: Accept | None = None, timeout_s: float | None = None
     ) -> TierRuns:
-        """Where the chunks lie that `lookup` counts: runs of chunks in one tier, in order. It costs the server more than
-        a lookup does, and is meant for people who look.
+        """Where the chunks lie that `lookup` counts: runs of chunks in one tier, in order. It costs the server more
+        than a lookup does, and is meant for people who look.
         """
         if not chunk_keys:
             return ()

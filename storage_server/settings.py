@@ -11,10 +11,10 @@ from urllib.parse import unquote, urlsplit
 from descriptors.lifecycle import DAY_S
 from descriptors.objects import CACHE_BYTES_MIN
 from descriptors.units import GIB, KIB, MIB
-from storage_server.compression.policy import UtilitySettings
-from storage_server.eviction.choice import Eviction
-from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.store.data.durability import Durability
+from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.delivery.scheduler.settings import SchedulerSettings
+from storage_server.planning.durability import Durability
 
 DISK_BYTES_MIN = 64 * MIB
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from storage_server.store.data.durability import Durability
-from storage_server.store.embedded import EmbeddedStore
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.planning.durability import Durability
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.servers import LocalStack, Stack, stack, ucx_of

@@ -19,11 +19,11 @@ from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from objectcache.calibration.servers import BUCKET
 from objectcache.cli.serve import Listen, Together
-from storage_server.compression.forms import Takes
-from storage_server.compression.policy import UtilitySettings
-from storage_server.gather.source import ChunkSource, Pins, RowFailure
+from storage_server.cache.policies.utility_policy import UtilitySettings
 from storage_server.planning.extent import Extent
+from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
+from storage_server.planning.source import ChunkSource, Pins, RowFailure
 from storage_server.settings import StorageSettings
 
 START_S = 60.0

@@ -37,7 +37,7 @@ from nixl_client.client import Client, Transport
 from objectcache.calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
 from objectcache.calibration.samples import spread
 from objectcache.calibration.servers import BUCKET
-from storage_server.own_keys import SETTLE_S
+from storage_server.home.own_keys import SETTLE_S
 
 TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
 NAMES = ("a", "b", "c")

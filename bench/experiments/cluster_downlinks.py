@@ -1,8 +1,8 @@
 """How soon a prefix is whole in a client's memory whose downlink is slower than the servers that write to it: the
 placement, the split and the shares are the product's own, and time is played.
 
-Two ways to share the downlink: `asked`, as storage_server.scheduler.downlink_shares decides, and `equal`, the same part
-for each server, whether it has bytes or not.
+Two ways to share the downlink: `asked`, as delivery.scheduler.downlink_shares of the storage server decides, and
+`equal`, the same part for each server, whether it has bytes or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from descriptors.cluster import Member, View
 from descriptors.placement import Placement
 from descriptors.units import MIB
 from gateway.cluster.split import holdings
-from storage_server.scheduler.downlink_shares import RENEW_S, DownlinkShares
+from storage_server.delivery.scheduler.downlink_shares import RENEW_S, DownlinkShares
 
 DOWNLINK_BYTES_PER_S = 3.125e9
 """25 Gbps."""

@@ -23,8 +23,8 @@ from bench.experiments.tiers.replay import Trace, read
 from descriptors.cluster import Member, View
 from descriptors.placement import Placement
 from gateway.cluster.split import Holding, holdings
-from storage_server.eviction.choice import Eviction, policy_of
-from storage_server.eviction.policy import Request
+from storage_server.cache.policies.choice import Eviction, policy_of
+from storage_server.cache.policies.policy import Request
 
 CHUNK_BYTES = 64 << 20
 """512 tokens of Llama 3.1 8B."""

@@ -27,7 +27,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB, bytes_per_s_from_gbps
 from objectcache.calibration.knee import Sample, falling_curve, find_knee, without_first_layer
 from objectcache.calibration.samples import Spread, spread
-from storage_server.scheduler.policies import MARGIN_BYTES_PER_S
+from storage_server.delivery.scheduler.policies import MARGIN_BYTES_PER_S
 
 Row = Mapping[str, Any]
 TOLERANCE = 0.02

@@ -13,7 +13,7 @@ from objectcache.calibration.charts import chart
 from objectcache.calibration.knee import CONFIDENCE, Side, falling_curve
 from objectcache.calibration.link import TOLERANCE, LinkPlan, increase_at, rounds_of, without_first
 from objectcache.calibration.text import aligned, origin_entries, six_digits, spread_text
-from storage_server.scheduler.policies import MARGIN_BYTES_PER_S
+from storage_server.delivery.scheduler.policies import MARGIN_BYTES_PER_S
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

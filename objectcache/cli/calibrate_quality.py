@@ -23,7 +23,7 @@ from objectcache.cli.config_text import Table, table_lines, with_table
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.compression.forms import TIER_CODECS
+from storage_server.planning.forms import TIER_CODECS
 
 CODECS, CLASSES = ("compression", "codecs"), ("compression", "classes")
 TEXTS_MAX, CONTEXT_TOKENS, QUESTION_TOKENS = 32, 1024, 64

@@ -26,8 +26,8 @@ from objectcache.cli.config import Config, ConfigError
 from objectcache.cli.config_tables import ClusterConfig
 from objectcache.cli.remote import remote_options
 from objectcache.cli.status import run_cluster_status
-from storage_server.agents import RegisteredAgent
-from storage_server.own_keys import OwnKeys
+from storage_server.agents.rules.agents import RegisteredAgent
+from storage_server.home.own_keys import OwnKeys
 from storage_server.settings import StorageSettings, Write
 
 _ETCD = re.compile(r"(etcds?)://([^/@]+)/([A-Za-z0-9][A-Za-z0-9._/-]{0,200})\Z")
@@ -92,7 +92,7 @@ def add_adopt(commands: Commands, parents: Sequence[argparse.ArgumentParser]) ->
 
 
 class MemberPeers:
-    """Implements storage_server.service.Peers over the calls that gateways make, too."""
+    """Implements storage_server.service.storage.Peers over the calls that gateways make, too."""
 
     def __init__(self, membership: Membership, secrets: PeerSecrets, tls: ssl.SSLContext | None) -> None:
         self._membership = membership

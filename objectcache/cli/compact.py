@@ -10,9 +10,9 @@ from pathlib import Path
 
 from descriptors.errors import ObjectCacheError
 from objectcache.calibration.samples import progress_bar
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel.upkeep.compaction import Tally
 from storage_server.settings import StorageSettings
-from storage_server.store.embedded import EmbeddedStore
-from storage_server.store.upkeep.compaction import Tally
 
 DONE, FAILED, NO_STORE = 0, 1, 2
 

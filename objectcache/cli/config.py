@@ -43,13 +43,13 @@ from objectcache.cli.config_tables import (
 )
 from objectcache.cli.config_values import ConfigError as ConfigError
 from objectcache.cli.config_values import Model
-from storage_server.scheduler.settings import SchedulerSettings
+from storage_server.delivery.scheduler.settings import SchedulerSettings
+from storage_server.planning.durability import Durability
 from storage_server.settings import (
     StorageSettings,
     UpstreamSettings,
     Write,
 )
-from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
 KEYS_TOLD = 8

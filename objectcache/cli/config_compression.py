@@ -10,8 +10,8 @@ from pydantic import Field
 from descriptors.chunk_flags import CONTENT_CLASS
 from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
-from storage_server.compression.forms import TIER_CODECS
-from storage_server.compression.policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.planning.forms import TIER_CODECS
 
 DEFAULT_CODECS = {
     Codec.KIVI8: CodecFigures(1.0, 2.5e9),

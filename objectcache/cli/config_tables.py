@@ -15,14 +15,14 @@ from gateway.s3.routing import Operation
 from objectcache.cli.config_internals import SchedulerInternals, said
 from objectcache.cli.config_memory import MEMORY_BYTES
 from objectcache.cli.config_values import ConfigError, Model, Rate, Size, shown
-from storage_server.eviction.choice import Eviction
-from storage_server.scheduler.flow import Tenant
-from storage_server.scheduler.policies import Policy
-from storage_server.scheduler.pool import PoolSettings
-from storage_server.scheduler.profiles import ComputeProfile
-from storage_server.scheduler.settings import SchedulerSettings
+from storage_server.cache.policies.choice import Eviction
+from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.policies import Policy
+from storage_server.delivery.scheduler.pool import PoolSettings
+from storage_server.delivery.scheduler.profiles import ComputeProfile
+from storage_server.delivery.scheduler.settings import SchedulerSettings
+from storage_server.planning.durability import Durability
 from storage_server.settings import CacheSettings, ColdReads, Dedup, RemoteDramSettings, UpstreamSettings, Write
-from storage_server.store.data.durability import Durability
 
 UPSTREAM_VARIABLES = {
     "access_key": "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID",

@@ -28,10 +28,10 @@ from objectcache.adapters import native
 from objectcache.adapters.beneath import Beneath
 from objectcache.cli.doctor_devices import device_findings, remote_dram_findings
 from objectcache.cli.doctor_findings import Finding, State, described
+from storage_server.home.objects import UpstreamObjects
+from storage_server.home.s3.connection import Upstream
+from storage_server.kernel.data.disk import Disk
 from storage_server.settings import UpstreamSettings
-from storage_server.store.data.disk import Disk
-from storage_server.upstream.connection import Upstream
-from storage_server.upstream.objects import UpstreamObjects
 
 PROBE_BYTES = 16 * MIB
 SLOW_PROBE_S = 0.1

@@ -90,7 +90,9 @@ def run_lookup(options: argparse.Namespace) -> int:
                 for rank in range(deployment.rank_count)
             ]
             runs = [client.tiers(keys, accept=published.accept) for keys in ranks]
-        shortest = min(runs, key=lambda each: sum(count for _, count in each))  # a chunk is loaded where all ranks have it
+        shortest = min(
+            runs, key=lambda each: sum(count for _, count in each)
+        )  # a chunk is loaded where all ranks have it
         found["tiers"] = counts_of(shortest)
         found["stored_chunks"] = sum(found["tiers"].values())
     found["stored_tokens"] = found["stored_chunks"] * layout.chunk_tokens
@@ -112,7 +114,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f" ({share:.0%}), {format_bytes(found['stored_bytes'])}, in {where}",
     ]
     if found["tiers"]:
-        lines.append(f"from        {', '.join(f'{count:,} in {PLACES[tier]}' for tier, count in found['tiers'].items())}")
+        lines.append(
+            f"from        {', '.join(f'{count:,} in {PLACES[tier]}' for tier, count in found['tiers'].items())}"
+        )
     if found["stored_tokens"] and found["compute_s"]:
         lines.append(f"computing   {found['compute_s']:.2f} s for these tokens, as the engine has measured")
     return lines

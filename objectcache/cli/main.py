@@ -57,11 +57,11 @@ from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
+from storage_server.home.claim import WrongDirectoryError
+from storage_server.home.directory.membership import WrongHomeError
+from storage_server.kernel.index.identity import IndexMismatchError
+from storage_server.kernel.index.migrations import SchemaError
 from storage_server.settings import StorageSettings
-from storage_server.shared_files.membership import WrongHomeError
-from storage_server.store.index.identity import IndexMismatchError
-from storage_server.store.index.migrations import SchemaError
-from storage_server.upstream.directory import WrongDirectoryError
 
 PORT_MAX = 65535
 REFUSALS = (

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from storage_server.store.upkeep.scrub import Damage, scrub, stored_bytes
+from storage_server.kernel.upkeep.scrub import Damage, scrub, stored_bytes
 
 CLEAN, DAMAGED, UNREADABLE = 0, 1, 2
 

@@ -35,11 +35,12 @@ from gateway.storage_client import RemoteStorage
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
 from objectcache.cli.workers import Workers
-from storage_server.compression.threshold import told
-from storage_server.http_api import StorageHttp
-from storage_server.own_keys import OwnKeys
-from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.service import (
+from storage_server.cache.policies.threshold import told
+from storage_server.delivery.scheduler.settings import SchedulerSettings
+from storage_server.home.own_keys import OwnKeys
+from storage_server.kernel.data.disk import Disk
+from storage_server.service.http_api import StorageHttp
+from storage_server.service.storage import (
     EmbeddedStorage,
     Peers,
     WrapDestination,
@@ -48,7 +49,6 @@ from storage_server.service import (
     unwrapped_source,
 )
 from storage_server.settings import StorageSettings
-from storage_server.store.data.disk import Disk
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0

@@ -14,9 +14,9 @@ from descriptors.peer_calls import CALLS
 from descriptors.storage_api import ObjectsApi
 from gateway.storage_client import RemoteStorage
 from objectcache.adapters.metrics import forget_process
+from storage_server.kernel.beside import StoreBeside
+from storage_server.kernel.reads import Reads
 from storage_server.settings import StorageSettings
-from storage_server.store.beside import StoreBeside
-from storage_server.store.reads import Reads
 
 RESTART_DELAY_S = 1.0
 STOP_TIMEOUT_S = 10.0

@@ -37,16 +37,8 @@ MAY_IMPORT = {
 }
 STAGES = {
     "storage_server": (
-        "memory_area", "child_process", "planning", "scheduler", "compression", "recoding", "eviction", "gather",
-        "store/rows", "store/slow_readers", "store/time_of_day", "store/data", "settings", "store/index",
-        "store/reads", "store/replacer",
-        "store/replacements",
-        "store/caches", "store/former_objects", "store/evictor", "store/objects",
-        "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
-        "upstream", "shared_files", "tiers", "agents", "downlinks", "used_ids", "requests", "request_id_log",
-        "transport", "link", "registrar",
-        "metrics", "progress", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
-        "service", "peer_body", "http_api",
+        "planning", "delivery/scheduler", "cache/policies", "settings", "delivery/gather", "kernel", "cache", "home",
+        "agents", "delivery", "moves", "service",
     ),
     "gateway": (
         "s3", "settings", "trace", "metrics", "recent", "pages", "body", "form_upload", "storage_client", "cluster",
@@ -65,16 +57,13 @@ STAGES = {
 PURE_FOLDERS = (
     "descriptors",
     "gateway/s3",
-    "objectcache/orchestrator/rules",
     "storage_server/planning",
-    "storage_server/scheduler",
-    "storage_server/compression",
-    "storage_server/eviction",
+    "storage_server/delivery/scheduler",
+    "storage_server/cache/policies",
+    *(str(path.relative_to(ROOT)) for top in ("objectcache", "storage_server") for path in (ROOT / top).rglob("rules")),
     "objectcache/kv_codecs",
-    "storage_server/upstream/rules",
 )
 PURE_MODULES = (
-    "storage_server/used_ids.py",
     "objectcache/adapters/breaker.py",
     "objectcache/adapters/deadlines.py",
     "objectcache/adapters/nixl_memory.py",
@@ -114,22 +103,7 @@ PURE_MODULES = (
     "objectcache/cli/config_text.py",
     "objectcache/orchestrator/response_cache.py",
     "objectcache/orchestrator/simulation.py",
-    "storage_server/agents.py",
     "storage_server/settings.py",
-    "storage_server/shared_files/clock.py",
-    "storage_server/shared_files/records.py",
-    "storage_server/shared_files/shares.py",
-    "storage_server/store/data/body_hashes.py",
-    "storage_server/store/data/durability.py",
-    "storage_server/store/index/damaged.py",
-    "storage_server/store/index/listing.py",
-    "storage_server/store/index/reading.py",
-    "storage_server/store/rows.py",
-    "storage_server/store/upkeep/compaction_plan.py",
-    "storage_server/tiers/landed.py",
-    "storage_server/tiers/lent.py",
-    "storage_server/tiers/residency.py",
-    "storage_server/transport/ucx_commands.py",
 )
 """Pure modules that stand beside what carries their decisions out."""
 IMPURE_MODULES = {"aiohttp", "asyncio", "boto3", "http", "os", "socket", "sqlite3", "subprocess", "threading", "time"}

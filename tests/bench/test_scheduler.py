@@ -39,9 +39,9 @@ from bench.experiments.scheduler.simulation import (
 )
 from bench.paper.tables import NUM_LAYERS, PaperPolicy, workload
 from descriptors.units import MIB, bytes_per_s_from_gbps
-from storage_server.scheduler.demand import Demand
-from storage_server.scheduler.flow import Tenant
-from storage_server.scheduler.policies import allocate
+from storage_server.delivery.scheduler.demand import Demand
+from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.policies import allocate
 
 FLUID_MS = {"A": (1204, 481), "B": (3499, 1740), "C": (9565, 7726)}
 """Equal and Calibrated Stall-opt: L*s/r - (L-1)*c, or s/r where nothing stalls, of all requests together."""

@@ -31,9 +31,9 @@ from bench.experiments.tiers.replay import (
 )
 from bench.experiments.tiers.run import TIERS, compared, targets_of
 from bench.experiments.tiers.show import show
-from storage_server.eviction.policy import Key, Request
-from storage_server.eviction.recency import LeastRecentlyUsed
-from tests.unit.storage_server.eviction.streams import hit_bytes, request, streams
+from storage_server.cache.policies.policy import Key, Request
+from storage_server.cache.policies.recency import LeastRecentlyUsed
+from tests.unit.storage_server.cache.policies.streams import hit_bytes, request, streams
 
 
 def tiers(*arguments: str) -> int:

@@ -18,19 +18,19 @@ from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shared_memory import allocate
 from nixl_client.transports.shm import SINGLE, ShmReceiver
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.nixl_agent import Registration
 from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.nixl_metadata import agent_name
-from storage_server.gather.staging import StagingPool, stride_of
-from storage_server.memory_area import SharedArea
+from storage_server.delivery.gather.staging import StagingPool, stride_of
+from storage_server.delivery.transport.destination import PayloadLimits, Transfer
+from storage_server.delivery.transport.flight import Flight
+from storage_server.delivery.transport.http import HttpDestination
+from storage_server.delivery.transport.shm import ShmDestination
+from storage_server.delivery.transport.shm_door import ShmDoor
+from storage_server.delivery.transport.ucx import UcxDestination
+from storage_server.delivery.transport.ucx_process import UcxProcess
 from storage_server.planning.plan import DeliveryPlan, plan_delivery
-from storage_server.transport.destination import PayloadLimits, Transfer
-from storage_server.transport.flight import Flight
-from storage_server.transport.http import HttpDestination
-from storage_server.transport.shm import ShmDestination
-from storage_server.transport.shm_door import ShmDoor
-from storage_server.transport.ucx import UcxDestination
-from storage_server.transport.ucx_process import UcxProcess
 from tests.support.waiting import until
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)

@@ -84,7 +84,7 @@ def the(page: str, start: str) -> str:
 
 def served(name: str, command: str) -> str:
     """The command in the background, until `down`."""
-    return f"{{ exec {command}\n}} > {name}.log 2>&1 & servers=\"$servers $!\"\nup {name}"
+    return f'{{ exec {command}\n}} > {name}.log 2>&1 & servers="$servers $!"\nup {name}'
 
 
 SERVE, S3 = "objectcache serve", "aws --endpoint-url http://127.0.0.1:9000 s3"
@@ -120,7 +120,7 @@ SCRIPT = [
     "rm -r /cache",
     "said a cluster",
     "{ exec etcd --data-dir etcd --listen-client-urls http://10.0.0.1:2379 --listen-peer-urls http://127.0.0.1:0"
-    " --advertise-client-urls http://10.0.0.1:2379; } > etcd.log 2>&1 & servers=\"$servers $!\"",
+    ' --advertise-client-urls http://10.0.0.1:2379; } > etcd.log 2>&1 & servers="$servers $!"',
     "timeout 30 bash -c 'until curl -s -o health http://10.0.0.1:2379/health; do sleep 0.05; done'",
     MINIO.replace("./minio", "./minio --host 10.0.0.9"),
     "head -c 32 /dev/urandom | base64 > secret && chmod 600 secret",
@@ -131,7 +131,7 @@ SCRIPT = [
     "down",
     "said a router",
     served("store", f"{SERVE} --host 10.0.0.9 --port 9000 --data ./store"),
-    *(f"sleep 1000 | {ENGINE} 10.0.0.{host} > engine{host}.log 2>&1 & servers=\"$servers $!\"" for host in (1, 2)),
+    *(f'sleep 1000 | {ENGINE} 10.0.0.{host} > engine{host}.log 2>&1 & servers="$servers $!"' for host in (1, 2)),
     served("router", the("orchestrator.md", "objectcache orchestrator")),
     the("orchestrator.md", "curl "),
 ]

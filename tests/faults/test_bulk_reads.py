@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from descriptors.errors import ServerError
+from storage_server.home.fetch.bulk_reads import BulkRead, BulkReads, Into
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.bulk_reads import BulkRead, BulkReads, Into
 
 Answer = Callable[[socket.socket], None]
 BODY = bytes(range(256)) * 40

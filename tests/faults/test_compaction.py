@@ -18,8 +18,8 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.beneath import Beneath
-from storage_server.store.data.durability import Durability
-from storage_server.store.embedded import EmbeddedStore
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.planning.durability import Durability
 from tests.faults.crash.audit import audit
 from tests.faults.crash.power_disk import Loss, PowerDisk, extents_after_cut
 from tests.faults.crash.power_index import WatchedIndex, copy_index, log_position, no_commits

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.objects import PutRequest, ReadRequest
-from storage_server.service import EmbeddedStorage
+from storage_server.kernel.data.segments import SEGMENT_EXTENTS_MAX
+from storage_server.kernel.index.schema import connect, create
+from storage_server.planning.durability import Durability
+from storage_server.service.storage import EmbeddedStorage
 from storage_server.settings import StorageSettings
-from storage_server.store.data.durability import Durability
-from storage_server.store.data.segments import SEGMENT_EXTENTS_MAX
-from storage_server.store.index.schema import connect, create
 from tests.faults.crash.model import History, Write
 from tests.faults.crash.power import run_cuts
 from tests.faults.crash.power_index import LogPosition, WatchedIndex, log_position

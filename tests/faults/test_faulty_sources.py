@@ -16,7 +16,7 @@ from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import Answer, SignedHttp
-from storage_server.gather.source import ChunkSource
+from storage_server.planning.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
 from tests.support.servers import LocalStack

@@ -20,9 +20,9 @@ import pytest
 
 from descriptors.units import KIB, MIB
 from objectcache.adapters import limited_server
-from storage_server.store.data.durability import Durability
-from storage_server.store.data.extents import extent_place
-from storage_server.store.upkeep.dedup import TICK_S
+from storage_server.kernel.data.extents import extent_place
+from storage_server.kernel.upkeep.dedup import TICK_S
+from storage_server.planning.durability import Durability
 from tests.faults.crash.audit import audit
 from tests.faults.crash.client import Client, error_code, tree
 from tests.faults.crash.reading import listed

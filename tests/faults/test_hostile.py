@@ -31,8 +31,8 @@ from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.ucx import NixlThread
 from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.response_sink import abort_connection
+from storage_server.home.embedded import EmbeddedStore
 from storage_server.settings import StorageSettings
-from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import LAYOUT, BytesBody, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OTHER, OWNER, descriptor_request, request, signed

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from storage_server.memory_area import SharedArea
+from objectcache.adapters.memory_area import SharedArea
+from storage_server.home.remote_dram import mooncake_process
+from storage_server.home.remote_dram.mooncake_process import MooncakeProcess
+from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.settings import RemoteDramSettings
-from storage_server.upstream import mooncake_process
-from storage_server.upstream.mooncake_process import MooncakeProcess
-from storage_server.upstream.remote_dram import RemoteDram
 from tests.support.waiting import settled, until
 
 PLAYED = """
@@ -236,7 +236,7 @@ async def test_a_server_that_stops_while_it_joins_leaves_no_process(monkeypatch:
 
 
 async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage_server.upstream.remote_dram.PAUSE_S_MIN", 0.2)
+    monkeypatch.setattr("storage_server.home.remote_dram.remote_dram.PAUSE_S_MIN", 0.2)
     joined: list[MooncakeProcess] = []
 
     async def join(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> MooncakeProcess:

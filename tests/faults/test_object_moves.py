@@ -31,7 +31,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_token
 from nixl_client import objects
-from storage_server.region_body import RegionBody
+from storage_server.moves.region_body import RegionBody
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, Reply, request, signed
 from tests.support.servers import UCX, LocalStack, Stack, is_idle, stack

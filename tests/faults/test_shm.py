@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
+from storage_server.agents.rules.agents.rules import agents
 
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary
@@ -28,9 +29,8 @@ from nixl_client.session import agent
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shm import ShmConnection, ShmReceiver
-from storage_server import agents
-from storage_server.requests import ActiveRequest
-from storage_server.transport import shm_door
+from storage_server.agents.requests import ActiveRequest
+from storage_server.delivery.transport import shm_door
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.memory_holes import punch
 from tests.support.requests import OTHER, OWNER, request

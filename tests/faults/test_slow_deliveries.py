@@ -14,7 +14,7 @@ from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
-from storage_server.store import slow_readers
+from storage_server.kernel import slow_readers
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, descriptor_request
 from tests.support.servers import LocalStack, is_idle

@@ -69,7 +69,9 @@ def served(within: list[str], directory: Path, interfaces: str) -> Iterator[psut
 
 
 def engine_of(server: psutil.Process) -> psutil.Process:
-    (engine,) = [child for child in server.children() if "storage_server.transport.ucx_engine" in child.cmdline()]
+    (engine,) = [
+        child for child in server.children() if "storage_server.delivery.transport.ucx_engine" in child.cmdline()
+    ]
     return engine
 
 

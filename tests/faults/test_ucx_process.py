@@ -23,15 +23,15 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.nixl_metadata import agent_name
-from storage_server.memory_area import SharedArea
-from storage_server.transport import ucx_process
-from storage_server.transport.ucx_commands import (
+from storage_server.delivery.transport import ucx_process
+from storage_server.delivery.transport.rules.ucx_commands import (
     Reply,
     decode_reply,
 )
-from storage_server.transport.ucx_process import UcxProcess
+from storage_server.delivery.transport.ucx_process import UcxProcess
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
 from tests.support.servers import CONFIG, UCX, LocalStack, Stack, stack, started

@@ -13,10 +13,11 @@ import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ListRequest
+from storage_server.home import objects
+from storage_server.home.objects import UpstreamObjects
+from storage_server.home.s3 import connection
+from storage_server.home.s3.connection import Upstream
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream import connection, objects
-from storage_server.upstream.connection import Upstream
-from storage_server.upstream.objects import UpstreamObjects
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 BUSY = b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n"

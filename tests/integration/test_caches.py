@@ -25,13 +25,13 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.units import MIB
-from storage_server.eviction.choice import Eviction
-from storage_server.service import EmbeddedStorage
+from storage_server.cache.policies.choice import Eviction
+from storage_server.kernel.data import space as space_module
+from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.index import committer, transaction
+from storage_server.planning.durability import Durability
+from storage_server.service.storage import EmbeddedStorage
 from storage_server.settings import CacheSettings, StorageSettings
-from storage_server.store.data import space as space_module
-from storage_server.store.data.disk import Disk
-from storage_server.store.data.durability import Durability
-from storage_server.store.index import committer, transaction
 from tests.faults.bounds import allocated
 from tests.support.chunks import BytesBody
 from tests.support.waiting import LIMIT_S

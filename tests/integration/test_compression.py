@@ -22,8 +22,8 @@ from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from objectcache.kv_codecs.loss import loss
-from storage_server.compression.policy import CodecFigures, UtilitySettings
-from storage_server.tiers.adaptive import AdaptiveTier
+from storage_server.cache.adaptive_dram import AdaptiveTier
+from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
 from tests.support.requests import OTHER, OWNER, request
 from tests.support.servers import LocalStack, ucx_of
 from tests.support.waiting import eventually

@@ -23,7 +23,7 @@ from nixl_client.client import Client, Transport
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports.shared_memory import allocate
 from objectcache.adapters.nixl_agent import NixlFailure
-from storage_server.transport.flight import Flight
+from storage_server.delivery.transport.flight import Flight
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.clusters import cluster
 from tests.support.requests import OWNER, request

@@ -19,9 +19,9 @@ from bench.beds.processes import BaselineError
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from nixl_client.client import Client
-from storage_server.memory_area import SharedArea
+from objectcache.adapters.memory_area import SharedArea
+from storage_server.home.remote_dram import mooncake_process
 from storage_server.settings import RemoteDramSettings, UpstreamSettings, Write
-from storage_server.upstream import mooncake_process
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake

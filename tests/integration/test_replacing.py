@@ -24,12 +24,12 @@ from nixl_client.client import Client
 from objectcache.kv_codecs.encoding import decode
 from objectcache.kv_codecs.layer import Codec
 from objectcache.kv_codecs.loss import loss
-from storage_server.compression.policy import UtilitySettings
-from storage_server.eviction.choice import Eviction
+from storage_server.cache.caches import ahead_bytes_of
+from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.recoding import Recoder
 from storage_server.planning.extent import aligned
-from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
-from storage_server.store.caches import ahead_bytes_of
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.requests import OTHER, OWNER, request, s3_client
 from tests.support.servers import CONFIG, LocalStack, stack

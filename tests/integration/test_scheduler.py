@@ -20,9 +20,9 @@ from nixl_client.client import Client
 from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
 from objectcache.cli.config import ConfigError, load_config
-from storage_server.scheduler.policies import Policy
-from storage_server.scheduler.pool import PoolSettings
-from storage_server.scheduler.settings import SchedulerSettings
+from storage_server.delivery.scheduler.policies import Policy
+from storage_server.delivery.scheduler.pool import PoolSettings
+from storage_server.delivery.scheduler.settings import SchedulerSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OTHER, OWNER
 from tests.support.servers import CONFIG, LocalStack, Stack, stack, ucx_for, ucx_of
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, 
 
 def test_a_compute_profile_stands_in_for_what_a_descriptor_does_not_say(tmp_path: Path) -> None:
     """Found by the model's shape; what the descriptor says goes first."""
-    from storage_server.scheduler.profiles import compute_s
+    from storage_server.delivery.scheduler.profiles import compute_s
 
     file = tmp_path / "config.toml"
     file.write_text(

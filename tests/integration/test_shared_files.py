@@ -12,9 +12,9 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
+from storage_server.home.claim import WrongDirectoryError, claim
+from storage_server.home.directory import files as files_module
 from storage_server.settings import UpstreamSettings, Write
-from storage_server.shared_files import files as files_module
-from storage_server.upstream.directory import WrongDirectoryError, claim
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, request, s3_client
 from tests.support.servers import CONFIG, LocalStack, started

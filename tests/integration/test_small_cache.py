@@ -14,10 +14,10 @@ from descriptors.descriptor import Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from storage_server.gather import passing
+from storage_server.delivery.gather import passing
+from storage_server.home.fetch import passing_chunk
+from storage_server.home.fetch.fetch import Ways
 from storage_server.settings import Eviction, UpstreamSettings
-from storage_server.upstream import passing_chunk
-from storage_server.upstream.fetch import Ways
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, s3_client

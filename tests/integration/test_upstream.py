@@ -18,10 +18,10 @@ from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from nixl_client.session.retries import Retries
+from storage_server.home import chunks as chunks_module
+from storage_server.home.claim import WrongDirectoryError, claim
+from storage_server.home.fetch import fetches as fetches_module
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream import chunks as chunks_module
-from storage_server.upstream import fetches as fetches_module
-from storage_server.upstream.directory import WrongDirectoryError, claim
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, request, s3_client

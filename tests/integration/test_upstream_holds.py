@@ -11,7 +11,7 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from storage_server.eviction.choice import Eviction
+from storage_server.cache.policies.choice import Eviction
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream

@@ -20,9 +20,9 @@ from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import PutRequest
 from descriptors.units import KIB, MIB
+from storage_server.home import upstream as home_module
+from storage_server.home import write_back
 from storage_server.settings import UpstreamSettings, Write
-from storage_server.upstream import home as home_module
-from storage_server.upstream import write_back
 from tests.support.chunks import BytesBody, make_chunks
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from objectcache.adapters.beneath import Beneath
-from storage_server.store.data.disk import Disk
+from storage_server.kernel.data.disk import Disk
 
 
 class FaultyDisk(Disk):

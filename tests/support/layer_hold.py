@@ -12,8 +12,8 @@ import asyncio
 import threading
 
 from descriptors.storage_api import DeliveryStart, Spans
+from storage_server.delivery.transport.destination import Destination, Room, Transfer
 from storage_server.planning.plan import DeliveryPlan, Landing, Payload
-from storage_server.transport.destination import Destination, Room, Transfer
 
 POLL_S = 0.002
 

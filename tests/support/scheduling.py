@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.paper.tables import Workload
+from storage_server.delivery.scheduler.demand import Demand
+from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.pool import Pool
 from storage_server.planning.plan import GroupSizes
-from storage_server.scheduler.demand import Demand
-from storage_server.scheduler.flow import Flow, Tenant
-from storage_server.scheduler.pool import Pool
 
 Floats = NDArray[np.float64]
 MOVES_MAX = 200_000

@@ -20,9 +20,9 @@ from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from nixl_client.session.signed_http import SignedHttp
 from objectcache.cli.serve import Listen, Together
-from storage_server.service import WrapSource, unwrapped_source
+from storage_server.kernel.data.disk import Disk
+from storage_server.service.storage import WrapSource, unwrapped_source
 from storage_server.settings import StorageSettings
-from storage_server.store.data.disk import Disk
 from tests.support.layer_hold import LayerHold
 from tests.support.processes import ServerProcess
 from tests.support.requests import OTHER, OWNER, READER, Reply, request, s3_client

@@ -9,8 +9,8 @@ from typing import Any
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadRequest
+from storage_server.home.directory.store import SharedDirectory
 from storage_server.settings import StorageSettings, UpstreamSettings
-from storage_server.shared_files.store import SharedDirectory
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from descriptors.layout import ChunkLayout
-from storage_server.compression.forms import Takes
-from storage_server.gather.source import ChunkSource, Outcome, Pins, RowFailure
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
+from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
+from storage_server.planning.source import ChunkSource, Outcome, Pins, RowFailure
 
 
 class SourceWrapper:

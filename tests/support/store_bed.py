@@ -13,8 +13,8 @@ from descriptors.objects import (
     RangeSpec,
     ReadRequest,
 )
+from storage_server.home.embedded import EmbeddedStore
 from storage_server.settings import StorageSettings
-from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.waiting import LIMIT_S

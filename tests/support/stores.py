@@ -27,15 +27,15 @@ from descriptors.storage_api import ObjectRead, ObjectsApi, Piece, StorageApi, U
 from gateway.cluster.members import Members
 from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
-from storage_server.http_api import StorageHttp
-from storage_server.own_keys import OwnKeys
-from storage_server.service import EmbeddedStorage
+from storage_server.home.directory.store import SharedDirectory
+from storage_server.home.objects import UpstreamObjects
+from storage_server.home.own_keys import OwnKeys
+from storage_server.home.s3.connection import Upstream
+from storage_server.home.uploads import UpstreamUploads
+from storage_server.planning.durability import Durability
+from storage_server.service.http_api import StorageHttp
+from storage_server.service.storage import EmbeddedStorage
 from storage_server.settings import StorageSettings, UpstreamSettings
-from storage_server.shared_files.store import SharedDirectory
-from storage_server.store.data.durability import Durability
-from storage_server.upstream.connection import Upstream
-from storage_server.upstream.objects import UpstreamObjects
-from storage_server.upstream.uploads import UpstreamUploads
 
 SECRET = PeerSecrets(b"a secret of gateways and storage servers")
 READ_PIECE = "read piece"

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import numpy as np
 
-from storage_server.compression.optimizer import Optimizer, upper_bound
-from storage_server.compression.utility import Entry, Form, Tier
+from storage_server.cache.policies.optimizer import Optimizer, upper_bound
+from storage_server.cache.policies.utility import Entry, Form, Tier
 
 EXACT = "exact"
 """The form besides the codecs."""

@@ -42,7 +42,7 @@ from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encode
 from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
 from objectcache.kv_codecs.slots import decode_packed
-from storage_server.compression.policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
 
 FIXED = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2, Codec.STREAMING50, Codec.KEYDIFF50)
 """One codec for everything."""

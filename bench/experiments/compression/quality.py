@@ -22,7 +22,7 @@ from objectcache.calibration.quality import (
     joined,
     prefix_states,
 )
-from storage_server.compression.forms import TIER_CODECS
+from storage_server.planning.forms import TIER_CODECS
 
 DEPTHS = 4
 """Answers are told apart by the quarter of the context that they lie in."""

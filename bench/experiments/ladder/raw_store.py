@@ -30,12 +30,12 @@ from objectcache.calibration.chunks import drop_pages, resident_share, store_bod
 from objectcache.calibration.content import Bytes, VerificationError
 from objectcache.calibration.samples import Cell, Task, run_rounds
 from objectcache.calibration.servers import BUCKET
+from storage_server.kernel.beside import FilesBeside
+from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.data.extents import extent_place
+from storage_server.kernel.index.queries import prefix
+from storage_server.kernel.index.schema import connect
 from storage_server.planning.extent import Extent
-from storage_server.store.beside import FilesBeside
-from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import extent_place
-from storage_server.store.index.queries import prefix
-from storage_server.store.index.schema import connect
 
 IN_FLIGHT_EACH = 8
 """Blocks, in each thread."""

@@ -47,10 +47,10 @@ from bench.experiments.scheduler.simulation import (
 from descriptors.units import KIB, MIB, bytes_per_s_from_gbps
 from nixl_client.client import Transport
 from objectcache.calibration.samples import progress_bar, spread
+from storage_server.delivery.scheduler.demand import Demand
+from storage_server.delivery.scheduler.flow import Flow
+from storage_server.delivery.scheduler.pool import EPOCH_S_MAX, Pool
 from storage_server.planning.plan import GroupSizes
-from storage_server.scheduler.demand import Demand
-from storage_server.scheduler.flow import Flow
-from storage_server.scheduler.pool import EPOCH_S_MAX, Pool
 
 Outcome = Mapping[str, float]
 DELAYS = ("delay_over_equal", "delay_over_equal_work_conserving")

@@ -1,7 +1,7 @@
 """A discrete-event model of a link, requests and GPUs around the scheduler that a server runs. Seeded by its requests.
 
-Which payload goes when is decided by `storage_server.scheduler.pool.Pool`, the server's own; the model adds what a
-server has around it. A payload that the pool lets go is at the client at once: the pool does that when its last byte
+The server's own `Pool` (storage_server.delivery.scheduler.pool) decides which payload goes when; the model adds what
+is around it. A payload that the pool lets go is at the client at once: the pool does that when its last byte
 would have crossed the link. A request's GPU computes layer l once the layer is there and layer l-1 is done. Requests
 that find no GPU free wait for one, in order of arrival, and only then ask the server.
 
@@ -33,11 +33,11 @@ from bench.core.experiment import WrongUse
 from bench.paper.tables import NUM_LAYERS, TOKEN_LAYER_BYTES, table_a8, workload
 from descriptors.units import KIB
 from objectcache.calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s
+from storage_server.delivery.scheduler.demand import Demand
+from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.policies import MARGIN_BYTES_PER_S, Policy
+from storage_server.delivery.scheduler.pool import Pool, PoolSettings
 from storage_server.planning.plan import GroupSizes
-from storage_server.scheduler.demand import Demand
-from storage_server.scheduler.flow import Flow, Tenant
-from storage_server.scheduler.policies import MARGIN_BYTES_PER_S, Policy
-from storage_server.scheduler.pool import Pool, PoolSettings
 
 EPOCH_S_MAX = 600.0
 """Longer than any epoch of these benchmarks: rates are held until all requests have their bytes."""

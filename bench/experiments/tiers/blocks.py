@@ -42,12 +42,12 @@ from objectcache.calibration.chunks import drop_pages
 from objectcache.calibration.content import Bytes, VerificationError
 from objectcache.calibration.samples import interleaved, progress_bar, spread
 from objectcache.calibration.servers import running_server
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel.upkeep.dedup_rows import content_id
 from storage_server.planning.block_checksums import BlockChecksums
+from storage_server.planning.durability import Durability
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 from storage_server.settings import Dedup, StorageSettings
-from storage_server.store.data.durability import Durability
-from storage_server.store.embedded import EmbeddedStore
-from storage_server.store.upkeep.dedup_rows import content_id
 
 
 class BytesBody:

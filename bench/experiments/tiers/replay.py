@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from storage_server.eviction.choice import POLICIES
-from storage_server.eviction.policy import EvictionPolicy, Key, PrefixPolicy, Request, Resident
+from storage_server.cache.policies.choice import POLICIES
+from storage_server.cache.policies.policy import EvictionPolicy, Key, PrefixPolicy, Request, Resident
 
 CHUNK_TOKENS = 512
 FOLDER = Path(__file__).with_name("traces")

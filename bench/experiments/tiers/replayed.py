@@ -33,8 +33,8 @@ from nixl_client.client import Client, Transport
 from objectcache.calibration.content import VerificationError
 from objectcache.calibration.samples import Turns, spread
 from objectcache.calibration.servers import BUCKET, LocalServer, running_server
-from storage_server.store.index.schema import connect_current
-from storage_server.store.upkeep.dedup_rows import stored_bytes
+from storage_server.kernel.index.schema import connect_current
+from storage_server.kernel.upkeep.dedup_rows import stored_bytes
 
 PREFIX_TOKENS = 2048
 RECOMPUTE = "vLLM alone: all tokens computed"
@@ -78,8 +78,10 @@ class ReplaySettings:
         """A round's prompts; other ones in each round, so that nothing is known from the one before."""
         sessions = sessions_of(self.prompt_count, self.session_count, PREFIX_TOKENS, self.seed + round_index)
         named = [
-            Prompt([f"r{round_index}-" + "-".join(map(str, content)) for content in blocks])  # type:
-            ignore[call-overload] for blocks in sessions ] return Replay(named, self.block_bytes)
+            Prompt([f"r{round_index}-" + "-".join(map(str, content)) for content in blocks])  # type: ignore[call-overload]
+            for blocks in sessions
+        ]
+        return Replay(named, self.block_bytes)
 
     @property
     def unique_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The rules of storage_server.gather.source.ChunkSource, for every implementation.
+"""The rules of storage_server.planning.source.ChunkSource, for every implementation.
 
 To try an implementation, subclass `ChunkSourceRules` in a test module and override its `bed`.
 
@@ -21,14 +21,14 @@ import pytest
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
-from storage_server.gather.coming import Coming, with_landed
-from storage_server.gather.source import ChunkSource, RowFailure
+from storage_server.delivery.gather.coming import Coming, with_landed
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.planning.plan import Payload, plan_delivery
 from storage_server.planning.rows import SourceTable, make_table
+from storage_server.planning.source import ChunkSource, RowFailure
 from tests.support.chunks import layer_of, make_chunks
-from tests.support.waiting import until
+from tests.support.waiting import settled, until
 
 BUCKET = "chunks"
 LAYOUT = ChunkLayout(num_layers=4, chunk_tokens=16, per_layer_chunk_bytes=20_000)
@@ -143,8 +143,8 @@ class ChunkSourceRules:
         async with stored.source.open_chunks(BUCKET, KEYS[:3], LAYOUT, prefix_only=False) as chunks:
             await read_payloads(stored.source, chunks)
         async with asyncio.timeout(30):
-            while None in await stored.source.resolve(BUCKET, KEYS[:3]):  # what came from elsewhere is being kept
-                await asyncio.sleep(0.01)
+            while None in await stored.source.resolve(BUCKET, KEYS[:3]):
+                await settled()  # what came from elsewhere is being kept
         assert (await stored.source.resolve(BUCKET, [KEYS[3], "0" * 64])) == [None, None]
         found = await stored.source.resolve(BUCKET, KEYS[:3])
         assert [sum(extent.nbytes for extent in extents or ()) for extents in found] == [LAYOUT.chunk_bytes] * 3

@@ -1,4 +1,4 @@
-"""The rules of storage_server.upstream.service.HomeObjects that go beyond those of ObjectsApi, for every home.
+"""The rules of storage_server.home.service.HomeObjects that go beyond those of ObjectsApi, for every home.
 
 To try a home, subclass `HomeRules` in a test module and override its `home`.
 """
@@ -12,10 +12,10 @@ import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import PutRequest, RangeSpec, ReadRequest
+from storage_server.home.fetch.bulk_reads import Into
+from storage_server.home.rules.proof import make_proof, proved_bytes
+from storage_server.home.service import HomeObjects, Sent
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
-from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.rules.proof import make_proof, proved_bytes
-from storage_server.upstream.service import HomeObjects, Sent
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import content
 

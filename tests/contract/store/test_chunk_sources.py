@@ -13,14 +13,14 @@ import pytest
 
 from descriptors.layout import ChunkLayout
 from descriptors.objects import PutRequest
-from storage_server.compression.forms import Takes
-from storage_server.gather.coming import ComingExtent
-from storage_server.gather.source import ChunkSource
+from storage_server.delivery.gather.coming import ComingExtent
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel.data.extents import extent_place
 from storage_server.planning.extent import Extent
-from storage_server.service import EmbeddedStorage
+from storage_server.planning.forms import Takes
+from storage_server.planning.source import ChunkSource
+from storage_server.service.storage import EmbeddedStorage
 from storage_server.settings import UpstreamSettings
-from storage_server.store.data.extents import extent_place
-from storage_server.store.embedded import EmbeddedStore
 from tests.contract.store.chunk_rules import BUCKET, LAYOUT, CachedSourceRules, ChunkSourceRules, SourceBed
 from tests.support.chunks import BytesBody
 from tests.support.requests import OWNER

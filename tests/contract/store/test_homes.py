@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from storage_server.home.service import HomeObjects
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.service import HomeObjects
 from tests.contract.store.home_rules import BUCKET, OWNER_KEY, HomeRules
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack

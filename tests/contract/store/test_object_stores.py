@@ -15,9 +15,9 @@ import pytest
 from descriptors import chunk_names
 from gateway.trace import TimedStorage
 from objectcache.cli.workers import StorageBeside
-from storage_server.http_api import StorageHttp
+from storage_server.planning.durability import Durability
+from storage_server.service.http_api import StorageHttp
 from storage_server.settings import UpstreamSettings, Write
-from storage_server.store.data.durability import Durability
 from tests.contract.store.bucket_rules import BucketRules
 from tests.contract.store.object_rules import ObjectRules
 from tests.contract.store.rules import BUCKET, OTHER_BUCKET, Feature

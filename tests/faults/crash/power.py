@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ListRequest, ReadRequest
-from storage_server.service import EmbeddedStorage
+from storage_server.kernel.data import segments
+from storage_server.kernel.index import committer
+from storage_server.kernel.upkeep import dedup
+from storage_server.planning.durability import Durability
+from storage_server.service.storage import EmbeddedStorage
 from storage_server.settings import StorageSettings
-from storage_server.store.data import segments
-from storage_server.store.data.durability import Durability
-from storage_server.store.index import committer
-from storage_server.store.upkeep import dedup
 from tests.faults.crash.audit import audit
 from tests.faults.crash.journal import CrashFailure, Journal
 from tests.faults.crash.model import History, Shown

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from objectcache.adapters.beneath import Beneath
-from storage_server.store.data.disk import Disk
+from storage_server.kernel.data.disk import Disk
 
 PAGE_BYTES = 4096
 

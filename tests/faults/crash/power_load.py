@@ -18,7 +18,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
-from storage_server.service import EmbeddedStorage
+from storage_server.service.storage import EmbeddedStorage
 from tests.faults.crash.journal import Journal
 from tests.faults.crash.model import Shown
 from tests.faults.crash.versions import Piece, Version, md5, multipart_etag, pairs

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from storage_server.store.data.durability import Durability
+from storage_server.planning.durability import Durability
 from tests.faults.bounds import upstream_server
 from tests.faults.crash import versions
 from tests.faults.crash.audit import audit

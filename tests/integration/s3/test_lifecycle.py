@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage_server.store.time_of_day import TimeOfDay
+from storage_server.kernel.time_of_day import TimeOfDay
 from tests.support.s3_calls import fresh_bucket, headers_of, refused, status_of
 from tests.support.servers import Stack
 

@@ -10,12 +10,12 @@ import pytest
 
 from descriptors.prefix_keys import Namespace
 from nixl_client.transports.http import ServerAddress, reason_of
+from objectcache.adapters.memory_area import PrivateArea
 from objectcache.adapters.trust import client_context
 from objectcache.cli.config import ConfigError, check_tenants, load_config, load_credentials
 from objectcache.cli.main import run
 from objectcache.orchestrator.settings import engine_settings
 from objectcache.orchestrator.tokenizer import LocalTokenizer
-from storage_server.memory_area import PrivateArea
 
 SECRET = 'secret_key = "0123456789abcdef"'
 FILES = [

@@ -14,11 +14,11 @@ from descriptors.descriptor import Portion
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
-from storage_server.gather.read import gather
+from storage_server.delivery.gather.read import gather
+from storage_server.kernel.data.extents import extent_place
 from storage_server.planning.plan import DeliveryPlan, Landing, Payload, Series, plan_delivery, plan_portion
 from storage_server.planning.rows import Row
-from storage_server.store.data.extents import extent_place
-from tests.unit.storage_server.gather.test_gather import Chunks
+from tests.unit.storage_server.delivery.gather.test_gather import Chunks
 
 CHUNK_BYTES = 50_000
 CHUNK_COUNT = 6

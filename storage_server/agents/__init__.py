@@ -1,0 +1,1 @@
+"""Clients' agents and requests: whose memory is registered, and which ids were used."""

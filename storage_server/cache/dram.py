@@ -1,0 +1,302 @@
+"""The DRAM tier: chunks that are expected to be asked for again, in huge pages. Bytes are proved once, when they are
+copied into the tier.
+
+A tier that takes landings asks the policy when a delivery begins. An extent that the policy admits gets its memory at
+once, and the rows that the delivery reads past the page cache are read into that memory. Any other tier asks when a
+delivery has ended. Bytes that are still missing are read behind the answer.
+
+Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier and yields to
+deliveries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from objectcache.adapters.memory_area import Area, PrivateArea
+from objectcache.adapters.threads import finished, in_parts, let_others_run, to_end
+from storage_server.cache.policies.choice import POLICIES, Eviction
+from storage_server.cache.policies.policy import EvictionPolicy, Request
+from storage_server.cache.rules.landed import LandedUnits
+from storage_server.cache.rules.lent import Lent
+from storage_server.cache.rules.residency import Key, Residency, key_of
+from storage_server.delivery.gather.coming import is_whole
+from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
+from storage_server.planning.forms import Encoded, Reading, Takes
+from storage_server.planning.rows import Row, Rows
+from storage_server.planning.source import ChunkSource, Pins
+
+WAITING_MAX = 256
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class DramTier:
+    """`nbytes` of memory for extents of `source`; `eviction` says which. The system provides a page at its first use.
+    `make_area` may give memory that was made elsewhere.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        source: ChunkSource,
+        make_area: Callable[[int], Area] = PrivateArea,
+        eviction: Eviction = Eviction.REUSE_VALUE,
+        *,
+        takes_landings: bool = False,
+    ) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._source = source
+        self._residency = Residency(self.nbytes)
+        self._policy = POLICIES[eviction](self.nbytes)
+        self._books = ThreadPoolExecutor(1, "dram-books")
+        self._fillers = ThreadPoolExecutor(1, "dram-fill")
+        self._deciding = asyncio.Lock()
+        self._waiting_count = 0
+        self._working: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._landed = LandedUnits(self.nbytes) if takes_landings and self.nbytes else None
+        self.address = 0
+        if self.nbytes:
+            self._area = make_area(self.nbytes)
+            self._view = memoryview(self._area.map)
+            self.address = self._area.address
+
+    @property
+    def resident_count(self) -> int:
+        """Extents in memory."""
+        return self._residency.resident_count
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory in bytes that extents lie in, or are being copied into."""
+        return self._residency.used_bytes
+
+    @property
+    def hit_count(self) -> int:
+        """How many extents deliveries found in memory."""
+        return self._residency.hit_count
+
+    @property
+    def missed_count(self) -> int:
+        """How many extents deliveries had to read."""
+        return self._residency.missed_count
+
+    @property
+    def evicted_count(self) -> int:
+        """How many extents were evicted for others."""
+        return self._residency.evicted_count
+
+    @property
+    def form_counts(self) -> dict[str, int]:
+        """How many extents lie in memory in each form."""
+        return self._residency.form_counts
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of exact chunks that have been encoded."""
+        return 0
+
+    @property
+    def encoding_s(self) -> float:
+        """The time that this has taken."""
+        return 0.0
+
+    def has(self, extents: Sequence[Extent], reader: Takes | None) -> bool:
+        """Whether all these extents are in memory in forms that the reader takes."""
+        return bool(extents) and all(self._residency.has(extent, reader) for extent in extents)
+
+    @asynccontextmanager
+    async def lent(self, extents: Sequence[Extent], reading: Reading | None = None) -> AsyncIterator[Lent]:
+        """Lend the extents of a prefix, from the first on, until the block ends: exact ones, and encoded ones that
+        `reading` takes. After the block those that are not in memory may be copied into the tier.
+        """
+        if not self.nbytes:
+            yield Lent([None] * len(extents))
+            return
+        offsets: list[int | None] = []
+        deciding: asyncio.Task[list[tuple[Extent, int]]] | None = None
+        landings: Rows | None = None
+        try:
+            for start, part in in_parts(extents):
+                await let_others_run(start)
+                offsets += self._residency.pin(part, reading)
+            if self._landed is not None and None in offsets and all(map(is_whole, extents)):
+                landings = np.zeros(len(extents), dtype=np.int64)
+                deciding = self._track(self._coming(extents, landings, reading))
+            addresses = [None if offset is None else self.address + offset for offset in offsets]
+            yield Lent(addresses, landings, None if reading is None else self._forms(extents, offsets))
+        finally:
+            if offsets:
+                generation = self._source.generation
+                self._track(self._give_back(extents[: len(offsets)], offsets, generation, deciding, reading))
+
+    def note_landed(self, rows: Rows) -> None:
+        """Note that these rows of a payload have been read: those that have a landing lie there, proved. May run in any
+        thread.
+        """
+        if self._landed is not None:
+            landed = rows[rows[:, Row.LANDING] > 0]
+            self._landed.add(landed[:, Row.LANDING] - self.address, landed[:, Row.NBYTES])
+
+    async def close(self) -> None:
+        """Finish the copies under way and begin no more."""
+        self._closed = True
+        for task in list(self._working):
+            await finished(task)
+        self._books.shutdown()
+        self._fillers.shutdown()
+
+    def _track(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
+
+    async def _give_back(
+        self,
+        extents: Sequence[Extent],
+        offsets: Sequence[int | None],
+        looked_at: int,
+        deciding: asyncio.Task[list[tuple[Extent, int]]] | None,
+        reading: Reading | None,
+    ) -> None:
+        """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
+        for start, asked in in_parts(extents):
+            await let_others_run(start)
+            self._residency.unpin(asked, offsets[start : start + len(asked)])
+        coming = await (self._coming(extents, None, reading) if deciding is None else deciding)
+        left = deque(coming)
+        try:
+            for start, part in in_parts(coming):
+                await let_others_run(start)
+                for _ in part:
+                    left.popleft()
+                await self._take_in(part, looked_at)
+        finally:
+            if left:
+                await self._dropped(left)
+
+    def _forms(self, extents: Sequence[Extent], offsets: Sequence[int | None]) -> list[Encoded | None] | None:
+        found = [
+            None if offset is None else self._residency.form(extent)
+            for extent, offset in zip(extents, offsets, strict=True)
+        ]
+        return found if any(form is not None for form in found) else None
+
+    async def _coming(
+        self, extents: Sequence[Extent], landings: Rows | None, reading: Reading | None
+    ) -> list[tuple[Extent, int]]:
+        """Tell the policy of a use of these extents. Returns those that are to come into memory, each with its offset,
+        and fills their addresses in into `landings`. Where too many wait to tell the policy, this use is forgotten.
+        """
+        if self._closed or self._waiting_count >= WAITING_MAX:
+            return []
+        self._waiting_count += 1
+        try:
+            async with self._deciding:  # what one decision admits, the next one may evict: in this order
+                coming = await self._decided(extents, reading)
+        finally:
+            self._waiting_count -= 1
+        if self._landed is not None:
+            for extent, offset in coming:
+                self._landed.clear(offset, extent.nbytes)
+        if landings is not None and coming:
+            places = {key_of(extent): self.address + offset for extent, offset in coming}
+            for start, part in in_parts(extents):
+                await let_others_run(start)
+                landings[start : start + len(part)] = [places.get(key_of(extent), 0) for extent in part]
+        return coming
+
+    async def _whole(self, extents: Sequence[Extent]) -> dict[Key, Extent]:
+        """Those that are there: of a delivery that was broken off some may not have come."""
+        known: dict[Key, Extent] = {}
+        for start, part in in_parts(extents):
+            await let_others_run(start)
+            known |= {key_of(extent): extent for extent in part if is_whole(extent)}
+        return known
+
+    async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
+        """Ask the policy what is to be in memory after a use of these extents, and carry it out but for the copying."""
+        known = await self._whole(extents)
+        admitted, evicted = await self._in_books(partial(_requested, self._policy, known))
+        coming: list[tuple[Extent, int]] = []
+        refused: list[Key] = []
+        for start, keys in in_parts(evicted):
+            await let_others_run(start)
+            self._residency.evict(keys)
+        for start, keys in in_parts(admitted):
+            await let_others_run(start)
+            come, refuse = self._residency.admit(keys, known)
+            coming += come
+            refused += refuse
+        await self._forgotten(refused)
+        return coming
+
+    async def _forgotten(self, keys: Sequence[Key]) -> None:
+        """Tell the policy that these are not in memory after all."""
+        if keys:
+            await self._in_books(lambda: [self._policy.remove(key) for key in keys])
+
+    async def _in_books(self, call: Callable[[], _T]) -> _T:
+        return await to_end(asyncio.get_running_loop().run_in_executor(self._books, call))
+
+    async def _take_in(self, coming: Sequence[tuple[Extent, int]], looked_at: int) -> None:
+        pins = self._source.keep([extent for extent, _ in coming], looked_at)
+        if pins is None:  # deleted meanwhile
+            await self._dropped(coming)
+        else:
+            await self._copy_in(coming, pins)
+
+    async def _copy_in(self, coming: Sequence[tuple[Extent, int]], pins: Pins) -> None:
+        loop = asyncio.get_running_loop()
+        left, bad = deque(coming), list[tuple[Extent, int]]()
+        try:
+            while left and not self._closed:
+                extent, offset = left[0]
+                missing = [(0, extent.nbytes)] if self._landed is None else self._landed.missing(offset, extent.nbytes)
+                is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
+                taken = left.popleft()
+                if is_good:
+                    self._residency.filled(extent, self._form_of_copy(extent, offset))
+                else:
+                    bad.append(taken)
+        finally:
+            pins.release()
+            await self._dropped([*bad, *left])
+
+    def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
+        """The form in which `_read` has written the extent at this offset."""
+        return None
+
+    async def _dropped(self, coming: Sequence[tuple[Extent, int]]) -> None:
+        for extent, _ in coming:
+            self._residency.dropped(extent)
+        await self._forgotten([key_of(extent) for extent, _ in coming])
+
+    def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
+        try:
+            for start, end in missing:
+                self._source.read_extent(extent, self._view[offset + start : offset + end], start)
+        except (CorruptExtentError, OSError) as error:
+            _log.warning("an extent was not taken into memory: %s", error)
+            return False
+        return True
+
+
+def _requested(policy: EvictionPolicy, extents: Mapping[Key, Extent]) -> tuple[list[Key], list[Key]]:
+    """The extents that come, parents before children, and those that go, after this use."""
+    sizes = [max(ALIGNMENT_BYTES, aligned(extent.nbytes)) for extent in extents.values()]
+    change = policy.request(Request(time.monotonic(), list(extents), sizes))
+    return cast("list[Key]", list(change.admitted)), cast("list[Key]", list(change.evicted))

@@ -1,0 +1,42 @@
+"""The policies by the names that they have in the configuration and in results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from storage_server.cache.policies.adaptive import AdaptiveReplacement, S3Fifo
+from storage_server.cache.policies.policy import EvictionPolicy
+from storage_server.cache.policies.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
+from storage_server.cache.policies.reuse_value import ReuseValue
+
+
+class Eviction(Enum):
+    """Which chunks leave a full cache first."""
+
+    REUSE_VALUE = "reuse-value"
+    LRU = "lru"
+    LFU = "lfu"
+    S3_FIFO = "s3-fifo"
+    ARC = "arc"
+    CASCADE = "cascade"
+
+
+POLICIES: Mapping[Eviction, Callable[[int], EvictionPolicy]] = {
+    Eviction.REUSE_VALUE: ReuseValue,
+    Eviction.LRU: LeastRecentlyUsed,
+    Eviction.LFU: LeastFrequentlyUsed,
+    Eviction.S3_FIFO: S3Fifo,
+    Eviction.ARC: AdaptiveReplacement,
+    Eviction.CASCADE: Cascade,
+}
+"""How to make each, by the capacity in bytes."""
+
+
+def policy_of(eviction: Eviction, capacity_bytes: int, growth: float) -> EvictionPolicy:
+    """A policy for a cache whose chunks are computed again when they are missing: a byte costs more the deeper it is in
+    its prefix, by `growth` (storage_server.cache.policies.use_worth). Only REUSE_VALUE looks at that.
+    """
+    if eviction is Eviction.REUSE_VALUE:
+        return ReuseValue(capacity_bytes, growth=growth)
+    return POLICIES[eviction](capacity_bytes)

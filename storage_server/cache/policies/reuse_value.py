@@ -1,0 +1,253 @@
+"""Our policy: the chunk with the lowest value per second leaves first, or is not admitted.
+
+Values are learned online (`reuse_times`), also from chunks that have left: uses per second, times what a use saves for
+each byte (`use_worth`). Chunks of one class (`reuse_classes`) and of one worth that one request used are a run. Runs of
+one class, one worth and one bucket of ages have one value and form a cell. An eviction takes from the cell of the
+lowest value, the oldest run first, the deepest chunk first. The number of cells is bounded by the classes, and a run
+moves on through a fixed number of buckets, so the cost of a request does not grow with the number of residents.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict, deque
+from heapq import heapify, heappop, heappush
+
+from storage_server.cache.policies.policy import Former, Key, PrefixPolicy, Request, Resident
+from storage_server.cache.policies.reuse_classes import Use, class_path, former_class_path
+from storage_server.cache.policies.reuse_times import BUCKET_COUNT, EDGES_S, ReuseTimes
+from storage_server.cache.policies.use_worth import UseWorth, worth_of
+
+GHOST_COUNT_MAX = 1 << 18
+REFRESH_REQUESTS = 100
+"""Values follow the counts after so many requests each."""
+KEPT_FRACTION = 0.5 ** (REFRESH_REQUESTS / 10_000)
+"""A refresh keeps this fraction of all counts: what was seen 10,000 requests ago counts half."""
+Cell = tuple[int, int, int]
+"""The number of a class, a step of worth, and a bucket."""
+
+
+class _Run:
+    """Chunks of one class and one worth that one request used. `unused_count` counts those that were not used since,
+    residents and ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has
+    residents, the deepest one last; some of them belong to a later run by now.
+    """
+
+    __slots__ = (
+        "bucket", "chunk_count", "is_queued", "number", "step", "unused_count", "used_at_s", "used_count",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, number: int, step: int, used_at_s: float) -> None:
+        self.number = number
+        self.step = step
+        self.used_at_s = used_at_s
+        self.bucket = 0
+        self.chunk_count = 0
+        self.unused_count = 0
+        self.used_count = 0
+        self.waiting: deque[_Chunk] = deque()
+        self.is_queued = False
+
+
+class _Chunk(Resident):
+    """A resident and the run that it waits in."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, key: Key, nbytes: int, parent: Resident | None, run: _Run) -> None:
+        super().__init__(key, nbytes, parent)
+        self.run = run
+
+
+class _Known:
+    """The policy's memory of a chunk, resident or not, that lies `offset_bytes` deep in its prefix, as far as known."""
+
+    __slots__ = ("continuation_count", "offset_bytes", "run", "use_count")
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.continuation_count = 0
+        self.offset_bytes = 0
+        self.use_count = 0
+
+
+class ReuseValue(PrefixPolicy):
+    """Remembers up to `ghost_count_max` chunks that are not resident. `growth` is that of UseWorth."""
+
+    def __init__(self, capacity_bytes: int, ghost_count_max: int = GHOST_COUNT_MAX, growth: float = 0.0) -> None:
+        super().__init__(capacity_bytes)
+        self._ghost_count_max = ghost_count_max
+        self._times = ReuseTimes()
+        self._worth = UseWorth(growth)
+        self._known: dict[Key, _Known] = {}
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._aging: tuple[deque[_Run], ...] = tuple(deque() for _ in range(BUCKET_COUNT))
+        self._cells: defaultdict[Cell, deque[_Run]] = defaultdict(deque)
+        self._order: list[tuple[float, Cell]] = []
+        self._ordered: set[Cell] = set()
+        self._request_count = 0
+        self._former_run: _Run | None = None
+        """The run of the former resident that came last."""
+
+    def _note_former(self, former: Former, now_s: float) -> None:
+        """Chunks of one class that were used at one time are a run again, which has the bucket of its age at once: what
+        happened on the way there is not known. Nor are the depths of prefixes, so `growth` begins to count with the
+        next use.
+        """
+        key, nbytes = former.key, former.nbytes
+        use_count, continuation_count = former.use_count - 1, len(self._orphans.get(key, ()))
+        if former.is_shared:
+            use_count, continuation_count = max(use_count, 1), max(continuation_count, 2)
+        number = self._times.number_of(former_class_path(use_count, continuation_count))
+        self._worth.note(nbytes)
+        step = self._worth.step(0, nbytes)
+        run = self._former_run
+        if run is None or (run.number, run.step, run.used_at_s) != (number, step, former.used_at_s):
+            run = self._former_run = _Run(number, step, former.used_at_s)
+            run.bucket = min(BUCKET_COUNT, bisect_right(EDGES_S, max(0.0, now_s - former.used_at_s))) - 1
+            self._aging[run.bucket].append(run)
+        run.unused_count += 1
+        run.chunk_count += 1
+        before = self._known.get(key)
+        if before is not None:  # it has left since the restart
+            before.run.unused_count -= 1
+            self._ghosts.pop(key, None)
+        known = self._known[key] = _Known(run)
+        known.use_count = former.use_count
+        known.continuation_count = continuation_count
+
+    def end_restore(self) -> None:
+        super().end_restore()
+        self._former_run = None
+
+    def _note(self, request: Request) -> None:
+        self._age()
+        if self._request_count % REFRESH_REQUESTS == 0:
+            self._refresh()
+        self._request_count += 1
+        known_count = next((at for at, key in enumerate(request.keys) if key not in self._known), len(request.keys))
+        runs: dict[tuple[int, int], _Run] = {}
+        parent: _Known | None = None
+        offset_bytes = 0
+        for position, key in enumerate(request.keys):
+            known = self._known.get(key)
+            if known is None:
+                if parent is not None:
+                    parent.continuation_count += 1
+            else:
+                known.run.unused_count -= 1
+                known.run.used_count += 1
+                self._ghosts.pop(key, None)
+            counts = (known.use_count, known.continuation_count) if known else (0, 0)
+            if position < request.shared_count:  # as if it had been seen before, under several continuations
+                counts = max(counts[0], 1), max(counts[1], 2)
+            number = self._times.number_of(class_path(Use(position, len(request.keys), known_count, *counts)))
+            nbytes = request.sizes_bytes[position]
+            offset_bytes = max(offset_bytes, known.offset_bytes if known else 0)
+            self._worth.note(nbytes)
+            step = self._worth.step(offset_bytes, nbytes)
+            run = runs.get((number, step))
+            if run is None:
+                run = runs[number, step] = _Run(number, step, self._now_s)
+                self._aging[0].append(run)
+            run.unused_count += 1
+            run.chunk_count += 1
+            if known is None:
+                known = self._known[key] = _Known(run)
+            known.run = run
+            known.use_count += 1
+            known.offset_bytes = offset_bytes
+            offset_bytes += nbytes
+            parent = known
+
+    def _age(self) -> None:
+        """Move runs to the buckets of their ages, and count what was used on the way and what was not. A run counts as
+        one observation, since its chunks come back together.
+        """
+        for bucket, runs in enumerate(self._aging):
+            while runs and self._now_s - runs[0].used_at_s >= EDGES_S[bucket + 1]:
+                run = runs.popleft()
+                used, unused = run.used_count / run.chunk_count, run.unused_count / run.chunk_count
+                self._times.note(run.number, bucket, used, unused)
+                run.used_count = 0
+                if run.unused_count and bucket < BUCKET_COUNT - 1:
+                    run.bucket = bucket + 1
+                    run.is_queued = False
+                    self._aging[bucket + 1].append(run)
+                    self._queue(run)
+
+    def _queue(self, run: _Run) -> None:
+        """Put a run with residents into its cell, as the last one."""
+        if run.waiting and not run.is_queued:
+            self._opened(run).append(run)
+
+    def _opened(self, run: _Run) -> deque[_Run]:
+        """The cell that the run is about to be put into, without runs at its front that have left it."""
+        cell = run.number, run.step, run.bucket
+        runs = self._cells[cell]
+        while runs and (runs[0].bucket != run.bucket or not runs[0].waiting):
+            self._unqueue(runs, run.bucket)
+        run.is_queued = True
+        if cell not in self._ordered:
+            self._ordered.add(cell)
+            heappush(self._order, (self._value(cell), cell))
+        return runs
+
+    def _unqueue(self, runs: deque[_Run], bucket: int) -> None:
+        run = runs.popleft()
+        if run.bucket == bucket:
+            run.is_queued = False
+
+    def _value(self, cell: Cell) -> float:
+        number, step, bucket = cell
+        return self._times.value(number, bucket) * worth_of(step)
+
+    def _refresh(self) -> None:
+        self._times.refresh(KEPT_FRACTION)
+        self._cells = defaultdict(deque, {cell: runs for cell, runs in self._cells.items() if runs})
+        self._order = [(self._value(cell), cell) for cell in self._cells]
+        self._ordered = set(self._cells)
+        heapify(self._order)
+
+    def _made(self, key: Key, nbytes: int, parent: Resident | None) -> Resident:
+        return _Chunk(key, nbytes, parent, self._known[key].run)
+
+    def _admit(self, resident: Resident, position: int) -> None:
+        self._use(resident, position)
+
+    def _use(self, resident: Resident, position: int) -> None:
+        assert isinstance(resident, _Chunk)
+        resident.run = self._known[resident.key].run
+        resident.run.waiting.appendleft(resident)
+        self._queue(resident.run)
+
+    def _next(self) -> Resident:
+        while True:
+            cell = self._order[0][1]
+            runs = self._cells[cell]
+            while runs:
+                run = runs[0]
+                if run.bucket == cell[2]:
+                    while run.waiting:
+                        chunk = run.waiting.pop()
+                        if chunk.run is run and chunk.is_resident:
+                            return chunk
+                self._unqueue(runs, cell[2])
+            heappop(self._order)
+            self._ordered.discard(cell)
+
+    def _take(self, resident: Resident) -> None:
+        """Nothing: `_next` passes over chunks that are not resident."""
+
+    def _return(self, resident: Resident) -> None:
+        assert isinstance(resident, _Chunk)
+        resident.run.waiting.append(resident)
+        if not resident.run.is_queued:
+            self._opened(resident.run).appendleft(resident.run)
+
+    def _left(self, resident: Resident) -> None:
+        self._ghosts[resident.key] = None
+        if len(self._ghosts) > self._ghost_count_max:
+            key, _ = self._ghosts.popitem(last=False)
+            self._known.pop(key).run.unused_count -= 1

@@ -1,1 +1,0 @@
-"""Which chunks a bounded cache keeps. Pure: no clock, no bytes; times are arguments."""

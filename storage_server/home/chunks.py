@@ -1,0 +1,306 @@
+"""The ChunkSource over an upstream service: chunks that are in the cache are read from there, and others are fetched
+into the cache while the delivery is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import chain, count
+
+import numpy as np
+
+from descriptors.chunk_names import is_chunk, is_chunk_key
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import ObjectInfo, ReadRequest
+from descriptors.storage_api import SERVER_KEY
+from objectcache.adapters.threads import in_parts, let_others_run
+from storage_server.delivery.gather.coming import ComingExtent, hold_landed, is_whole
+from storage_server.delivery.gather.landing import Landed
+from storage_server.delivery.gather.passing import PassingExtent
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.home.fetch.fetches import Fetches
+from storage_server.home.own_keys import OwnKeys
+from storage_server.home.rules.known_keys import KnownKeys
+from storage_server.home.service import HomeObjects
+from storage_server.kernel.index.reader import pinned
+from storage_server.kernel.index.transaction import find_object
+from storage_server.kernel.rules.reading import usable_prefix
+from storage_server.kernel.rules.rows import StoredObject
+from storage_server.planning.extent import Extent
+from storage_server.planning.forms import Takes
+from storage_server.planning.rows import Rows, SourceTable
+from storage_server.planning.source import Pins, RowFailure
+
+CHECKS_MAX = 64
+PREFETCH_WAIT_S = 30.0
+KNOWN_S = 10.0
+HOME_ANSWERS_S = 1.5
+"""A lookup asks upstream for so long, and then answers what it knows: connectors wait for 2 s."""
+CUT_OFF_S = 2.0
+"""Where upstream has not answered, later lookups do not ask it for so long."""
+_log = logging.getLogger(__name__)
+Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
+
+
+class UpstreamChunks:
+    """Implements storage_server.planning.source.ChunkSource."""
+
+    def __init__(
+        self,
+        objects: HomeObjects,
+        cache: EmbeddedStore,
+        fetches: Fetches,
+        forget: Forget,
+        own: OwnKeys | None = None,
+    ) -> None:
+        """In a cluster `own` says which keys this server is the keeper of."""
+        self._objects = objects
+        self._cache = cache
+        self._fetches = fetches
+        self._forget = forget
+        self._own = own
+        self._checks = asyncio.Semaphore(CHECKS_MAX)
+        self._known = KnownKeys(KNOWN_S)
+        self._cut_off_until_s = -math.inf
+
+    @asynccontextmanager
+    async def open_chunks(
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
+    ) -> AsyncIterator[list[list[Extent]]]:
+        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents, or
+        PassingExtents where the cache has no room. All are exact here.
+        """
+
+        attempts = count()
+
+        async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            is_again = next(attempts) > 0
+            since = self._cache.evictor.before_lookup()
+            found = await self.resolve(bucket, keys)
+            await self._require_current(bucket, keys, found)
+            absent = [index for index, extents in enumerate(found) if extents is None]
+            if absent:
+                await self._stop_stale(bucket, [keys[index] for index in absent])
+                self._cache.evictor.note_lookup(bucket, keys, absent[0], since)
+                wanted = [keys[index] for index in absent]
+                # what came into the cache had to leave it before the prefix was whole: it would again
+                begun = await self._fetches.begin(bucket, wanted, layout, keeps=not is_again)
+                for index, extent in zip(absent, begun, strict=True):
+                    found[index] = None if extent is None else [extent]
+                self._known.forget(bucket, [keys[at] for at in absent if found[at] is None])
+                if begun[0] is None and absent[0] == 0:
+                    await self._objects.require_bucket(bucket)
+            usable = usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only)
+            return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
+
+        async with pinned(self._cache.files, find) as (chunks, extents):
+            self._cache.evictor.note_read(bucket, keys[: len(chunks)])
+            held = hold_landed(extents)
+            try:
+                _require_readable(extents)
+                yield chunks
+            finally:
+                for landed in held:
+                    landed.release()
+
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
+        """Count the leading keys that are in the cache, or were found upstream a short while ago. Then ask upstream for
+        the others: where a prefix is whole, as prefixes are, a binary search finds its end in O(log N) requests.
+
+        With a lease somebody is about to come for them: those that are not in the cache begin to come.
+
+        Where upstream does not answer, those are counted that are known without it.
+        """
+        since = self._cache.evictor.before_lookup()
+        found = await self.resolve(bucket, keys)
+        for index, _ in await self._doubtful(bucket, keys, found):
+            found[index] = None
+        low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
+        await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
+        staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
+        if lease_s > 0:  # what has left the cache meanwhile comes again
+            absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
+            self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
+        return low
+
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of the chunks that the cache has."""
+        try:
+            return await self._cache.objects.resolve(bucket, keys)
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_BUCKET:
+                return [None] * len(keys)
+            raise
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether upstream has not answered a lookup of late."""
+        return time.monotonic() < self._cut_off_until_s
+
+    async def _home_count(self, bucket: str, keys: Sequence[str], known: int) -> int:
+        """How many leading keys there are, where the first `known` are; so many of them as upstream answers for."""
+        low, high, step, is_bounded = known, len(keys), 1, False
+        asked_s = time.monotonic()
+        if known == len(keys) or self.is_cut_off:
+            return known
+        try:
+            async with asyncio.timeout(HOME_ANSWERS_S):
+                while low < high:
+                    index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
+                    if await self._objects.has_object(bucket, keys[index], asked_s):
+                        low, step = index + 1, step * 2
+                    else:
+                        high, is_bounded = index, True
+                if not low:
+                    await self._objects.require_bucket(bucket)
+        except (ServerError, TimeoutError) as error:
+            problem = error.message if isinstance(error, ServerError) else f"no answer in {HOME_ANSWERS_S} s"
+            _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
+            self._cut_off_until_s = time.monotonic() + CUT_OFF_S
+        return low
+
+    def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
+        """Upstream may have these no more."""
+        self._known.forget(bucket, keys)
+
+    async def _known_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
+        now_s = time.monotonic()
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            for index, key in enumerate(part, start):
+                if found[index] is None and not self._known.has(bucket, key, now_s):
+                    return index
+        return len(keys)
+
+    async def _remember(self, bucket: str, keys: Sequence[str]) -> None:
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            self._known.add(bucket, part, time.monotonic())
+
+    @property
+    def generation(self) -> int:
+        """The cache's."""
+        return self._cache.chunks.generation
+
+    def keep(self, extents: Sequence[Extent], since: int) -> Pins | None:
+        """As the cache does; None while one of the chunks is on its way."""
+        if not all(map(is_whole, extents)):
+            return None
+        pins = self._cache.chunks.keep(extents, since)
+        return None if pins is None else _Kept(pins, hold_landed(extents))
+
+    def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
+        """Read the cache's files."""
+        return self._cache.chunks.read_rows(table, rows, address, past_cache=past_cache)
+
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
+        """Copy from landing memory, or read the cache's file."""
+        landed = extent.arrival.landed if isinstance(extent, ComingExtent) else None
+        if landed is not None and landed.is_held:
+            source = landed.view[start : start + len(view)]
+            np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+            return
+        self._cache.chunks.read_extent(_whole(extent), view, start)
+
+    def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
+        """Take the chunk out of the cache: the next delivery fetches it again."""
+        self._cache.chunks.note_damage(bucket, key, extents)
+
+    async def _doubtful(
+        self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]
+    ) -> list[tuple[int, StoredObject | None]]:
+        """Index and row of the objects in the cache that upstream may have others of by now: those that are no chunks.
+        In a cluster also the chunks of other servers, which are not told of changes here, and those whose keys do not
+        say that they are chunks, so that gateways may have others change them.
+        """
+        own = None if self._own is None else self._own.are_own(bucket, keys)
+
+        def is_others(at: int) -> bool:
+            return own is not None and not own[at]
+
+        at_all = [at for at, key in enumerate(keys) if found[at] is not None]
+        doubtful = [at for at in at_all if is_others(at) or not is_chunk_key(keys[at])]
+        if not doubtful:
+            return []
+        wanted = [keys[at] for at in doubtful]
+        stored = await self._cache.reader.threaded(lambda db: [find_object(db, bucket, key) for key in wanted])
+        return [
+            (at, each)
+            for at, each in zip(doubtful, stored, strict=True)
+            if each is None or own is not None or not is_chunk(keys[at], each.info.attributes)
+        ]
+
+    async def _require_current(self, bucket: str, keys: Sequence[str], found: list[list[Extent] | None]) -> None:
+        """Compare the ETags of objects that are no chunks with upstream, and forget those that differ."""
+
+        doubtful = await self._doubtful(bucket, keys, found)
+        stale: list[tuple[int, StoredObject | None]] = []
+        for start, part in in_parts(doubtful):
+            await let_others_run(start)
+            current = await asyncio.gather(
+                *(self._is_current(bucket, keys[at], None if stored is None else stored.info) for at, stored in part)
+            )
+            stale += [each for each, is_so in zip(part, current, strict=True) if not is_so]
+        if stale:
+            await self._forget(bucket, {keys[at]: stored.version for at, stored in stale if stored is not None})
+        for at, _ in stale:
+            found[at] = None
+
+    async def _is_current(self, bucket: str, key: str, info: ObjectInfo | None) -> bool:
+        """Whether upstream still has the object of this ETag."""
+        try:
+            async with self._checks:
+                head = await self._objects.head_object(SERVER_KEY, ReadRequest(bucket, key))
+        except CallerError as error:
+            if error.code is not ErrorCode.NO_SUCH_KEY:
+                raise
+            return False
+        return info is not None and head.info.etag == info.etag
+
+    async def _stop_stale(self, bucket: str, keys: Sequence[str]) -> None:
+        """Stop the fetches of objects that are no chunks and that upstream has others of by now."""
+        for key in keys:
+            info = None if is_chunk_key(key) else await self._fetches.info(bucket, key)
+            if info is None or is_chunk(key, info.attributes) or await self._is_current(bucket, key, info):
+                continue
+            await self._fetches.stop(bucket, [key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The places of some extents in files, and what of them is still in landing memory."""
+
+    pins: Pins
+    landed: list[Landed]
+
+    def release(self) -> None:
+        """Give both back."""
+        self.pins.release()
+        for each in self.landed:
+            each.release()
+
+
+def _require_readable(extents: Sequence[Extent]) -> None:
+    """Raises the error of a chunk that came as a whole, left the memory, and did not get into its file."""
+    for extent in extents:
+        if isinstance(extent, ComingExtent) and extent.arrival.address is None:
+            failure = extent.arrival.failure
+            if failure is not None and extent.arrival.is_whole:
+                raise failure
+
+
+def _whole(extent: Extent) -> Extent:
+    """The extent with its checksums, which a ComingExtent has in its arrival."""
+    if not isinstance(extent, ComingExtent):
+        return extent
+    return Extent(
+        extent.file_id, extent.offset, extent.nbytes, bytes(extent.arrival.words), extent.object_offset,
+        extent.content_class,
+    )  # fmt: skip

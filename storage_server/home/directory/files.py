@@ -1,0 +1,138 @@
+"""The data files of a shared directory: each is written by one server, and read by all.
+
+    DIR/writers/<writer>/extents/<xx>/<id>    a segment of up to 256 bodies, or one large body
+
+The id begins with the writer's, and ends with xx. A server deletes only files of its own, and those of writers that
+have been silent for a long while. It does so a while after no row names them, because others may be reading them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from objectcache.adapters.beneath import Beneath
+from storage_server.home.directory.membership import FORMAT_NAME
+from storage_server.home.directory.rules.records import FILE_ID, WRITERS, writer_of
+from storage_server.kernel.beside import FilesBeside
+from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.data.extents import FOLDER, places_in
+
+GRACE_S = 60.0
+RETIRED_S = 3600.0
+ALIVE = "alive"
+"""The file whose time says when its writer was last seen."""
+STRIPES = ("-c", "16", "-S", "4m")
+"""CASCADE, section III-D: files lie on 16 object storage targets, in stripes of 4 MiB."""
+
+
+def stripe(folder: Path) -> None:
+    """Have new files of a folder striped, where the file system is Lustre; elsewhere nothing happens."""
+    lfs = shutil.which("lfs")
+    if lfs is not None:
+        subprocess.run([lfs, "setstripe", *STRIPES, str(folder)], capture_output=True, timeout=60, check=False)
+
+
+class SharedFiles(FilesBeside):
+    """Pins, open descriptors and deferred deletion. Methods may be called from any thread."""
+
+    waits = True
+
+    def __init__(self, root: Path, writer: str, open_files_max: int, disk: Disk) -> None:
+        super().__init__(root, open_files_max, disk)
+        self._writer = writer
+        self._writers = Beneath(root, WRITERS)
+        self._seen_s = time.time(), time.monotonic()
+        self._dead: dict[str, float] = {}
+        """Files that no row names, and when that was seen, by the steady clock."""
+        self._dead_lock = threading.Lock()
+
+    def place(self, file_id: str) -> Beneath:
+        """Where a file lies."""
+        return self._writers / writer_of(file_id) / FOLDER / file_id[-2:] / file_id
+
+    def is_there(self) -> bool:
+        """Whether the shared directory is: its file system may be unmounted for a while."""
+        return self._writers.with_name(FORMAT_NAME).exists()
+
+    def new_id(self) -> str:
+        """The id of a file that this server is about to make."""
+        return self._writer + uuid.uuid4().hex[len(self._writer) :]
+
+    def start(self) -> None:
+        """Make this server's folder, and remember its files."""
+        folder = self._writers / self._writer / FOLDER
+        if not folder.is_folder():
+            folder.make_folder()
+            stripe(folder.path)
+        self.disk.sync_directory(folder.parent)
+        self.disk.sync_directory(folder.parent.parent)
+        for file_id in self.stored(self._writer):
+            self.add(file_id)
+
+    def stored(self, writer: str) -> list[str]:
+        """The ids of a writer's files that are there."""
+        names = (place.name for place in places_in(self._writers / writer / FOLDER))
+        return [name for name in names if FILE_ID.match(name) and writer_of(name) == writer]
+
+    def is_retired(self, writer: str) -> bool:
+        """Whether a writer has been silent for RETIRED_S, by the clock of the file system."""
+        with contextlib.suppress(OSError):
+            newest = (self._writers / self._writer / ALIVE).status().st_mtime
+            return newest - (self._writers / writer / ALIVE).status().st_mtime > RETIRED_S
+        return False
+
+    def beat(self) -> None:
+        """Show that this server is alive, and take the time from the file system. Raises OSError."""
+        self._seen_s = (self._writers / self._writer / ALIVE).touch(), time.monotonic()
+
+    def now_s(self) -> float:
+        """The Unix time of the file system: its time of the last beat, and what has passed since. No leap of this
+        machine's clock changes it.
+        """
+        at_s, since_s = self._seen_s
+        return at_s + time.monotonic() - since_s
+
+    def note_dead(self, file_id: str) -> None:
+        """Note that the file has lost its last row now."""
+        with self._dead_lock:
+            self._dead[file_id] = time.monotonic()
+
+    def found_dead(self, file_ids: Iterable[str]) -> None:
+        """Note files without rows, where it is not known since when they have none: their time begins now."""
+        with self._dead_lock:
+            for file_id in file_ids:
+                self._dead.setdefault(file_id, time.monotonic())
+
+    def deletable(self, seen_s: float) -> list[str]:
+        """The files that have had no row for GRACE_S. `delete` them, if still no row names them. All journals were last
+        read to their ends at `seen_s`, by the steady clock; a record that names the file would have been seen by then.
+        """
+        now_s = time.monotonic()
+        with self._dead_lock:
+            dead = [
+                file_id
+                for file_id, since_s in self._dead.items()
+                if now_s - since_s >= GRACE_S and seen_s >= since_s + GRACE_S / 2
+            ]
+        return [file_id for file_id in dead if self._is_ours(writer_of(file_id))]
+
+    def delete(self, due: Sequence[str], dead: Collection[str]) -> None:
+        """Delete those of the files that are due and still dead. Those that are being read here go later."""
+        for file_id in due:
+            with self._dead_lock:
+                since_s = self._dead.get(file_id)
+                if since_s is None or time.monotonic() - since_s < GRACE_S:
+                    continue
+                del self._dead[file_id]
+            if file_id in dead:
+                self.dispose(file_id)
+
+    def _is_ours(self, writer: str) -> bool:
+        return writer == self._writer or self.is_retired(writer)

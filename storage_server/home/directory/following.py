@@ -1,0 +1,291 @@
+"""Reading the other writers' journals into the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.beneath import Beneath
+from storage_server.home.directory import merge
+from storage_server.home.directory.journal import STEP_BYTES, STEP_RECORDS, Place, ReadJournal, read_journal
+from storage_server.home.directory.rules.clock import StampClock
+from storage_server.home.directory.rules.records import WRITER, WRITERS
+from storage_server.home.directory.rules.shares import Shares
+from storage_server.home.service import OnChanged, Shown
+from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.index.committer import Committer, index_error
+from storage_server.kernel.index.transaction import Transaction
+
+LATE_RECORDS = 2_000
+"""So much of a late journal is read at once, and so long as that took it is left alone then."""
+LATE_PAUSE_S = 1.0
+"""For so long a late journal is left alone that cannot be read on."""
+_LATE = "it has more than others may be kept waiting for, and is read beside"
+_log = logging.getLogger(__name__)
+
+
+class Following:
+    """Follows the journals beneath `root` other than that of `writer`. `clock` is told of every stamp, in the
+    committer's thread. Used on one event loop.
+    """
+
+    def __init__(self, root: Path, writer: str, committer: Committer, clock: StampClock, patience_s: float) -> None:
+        self._root = root
+        self._writer = writer
+        self._committer = committer
+        self._clock = clock
+        self._patience_s = patience_s
+        self._io = IoThreads(1)
+        self._late_io = IoThreads(1)
+        self._places: dict[str, Place] = {}
+        self._shares = Shares()
+        self._late: set[str] = set()
+        """Writers that have used up what is waited for, until they are read to their ends."""
+        self._catching_up: asyncio.Task[None] | None = None
+        self._problems: dict[str, str] = {}
+        self._untold: list[Shown] = []
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+        self._outdated_s: float | None = float("-inf")
+        self.on_changed: OnChanged | None = None
+        """Told what shows something else, until it does not fail."""
+        self.begun_s = float("-inf")
+        """When the last pass that was carried out began, by the steady clock."""
+        self.whole_s = float("-inf")
+        """When the last pass began that read every journal to its end."""
+        self._spoiled: set[str] = set()
+        """Writers with records that were passed over: what these say is not known to be gone."""
+        self.bad_record_count = 0
+        """How many records were passed over because they make no sense."""
+
+    @property
+    def problem_count(self) -> int:
+        """How many journals cannot be read to their ends, or are late."""
+        return len(self._problems)
+
+    async def start(self, positions: dict[str, tuple[int, int]]) -> None:
+        """Go on from these positions, and read all that is there now, however long it takes. Raises ServerError."""
+        self._places = {writer: Place(*position) for writer, position in positions.items()}
+        await self._pass_behind(None, is_start=True)
+
+    async def close(self) -> None:
+        """Stop."""
+        for task in (self._running, self._next, self._catching_up):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        self._io.close()
+        self._late_io.close()
+
+    async def run(self, poll_s: float) -> None:
+        """Make a pass every `poll_s`, until cancelled."""
+        while True:
+            await asyncio.sleep(poll_s)
+            try:
+                await self.read_journals()
+            except ObjectCacheError as error:
+                _log.warning("the journals of the shared directory: %s", error)
+
+    async def read_journals(self, since_s: float | None = None) -> None:
+        """On return the index has all that was in the journals when this was called, or at `since_s` by the steady
+        clock, but for those of writers that are late. Raises ServerError, SlowDown where the directory does not answer.
+        """
+        if since_s is not None and self.begun_s >= since_s:
+            return
+        if self._next is None:
+            self._next = asyncio.create_task(self._pass_behind(self._running))
+            self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await asyncio.shield(self._next)
+        except TimeoutError:
+            problem = "the shared directory does not answer"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
+        except ObjectCacheError:
+            raise
+        except Exception as error:
+            _log.exception("the journals of the shared directory could not be read; it is tried again")
+            raise index_error(error) from error
+
+    async def _pass_behind(self, running: asyncio.Task[None] | None, *, is_start: bool = False) -> None:
+        if running is not None:
+            await asyncio.wait([running])
+        if self._next is not None:
+            self._running, self._next = self._next, None
+        begun_s = time.monotonic()
+        sizes = dict[str, tuple[int, int]]()
+        waiting = await self._step(None, sizes, is_start=is_start)
+        while waiting:
+            waiting = await self._step(waiting, sizes, is_start=is_start)
+        if not self._problems:
+            if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
+                self._untold += await self._committer.commit(self._forget_outdated, frees=True)
+                self._outdated_s = None
+            self.whole_s = begun_s
+        self.begun_s = begun_s
+        await self._tell_changes()
+
+    async def _step(self, waiting: list[str] | None, sizes: dict[str, tuple[int, int]], *, is_start: bool) -> list[str]:
+        """Read a piece of the journals of these writers, None for all, and carry it out; the writers that are still to
+        be waited for. `sizes` has the generations and sizes that were seen first in this pass: so far it reads.
+        """
+        read, left_out = await self._io.run(partial(self._read, waiting))
+        await self._carry_out(read)
+        unread = list[str]()
+        for journal in read:
+            now_s, end = time.monotonic(), journal.end
+            if not is_start:
+                self._shares.spend(journal.writer, journal.record_count, journal.nbytes, now_s)
+            generation, size = sizes.setdefault(journal.writer, (end.generation, journal.size))
+            if end.generation > generation:
+                generation, size = sizes[journal.writer] = end.generation, journal.size
+            if journal.is_whole or (end.generation == generation and end.position >= size):
+                continue
+            if not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
+                self._leave_behind(journal.writer)
+            elif journal.problem is None and journal.pieces:
+                unread.append(journal.writer)
+        return left_out + unread
+
+    def _read(self, waiting: list[str] | None) -> tuple[list[ReadJournal], list[str]]:
+        """Pieces of the journals, together not much more than a step; and the writers that were left out."""
+        writers = Beneath(self._root, WRITERS)
+        late = self._late.copy()
+        if waiting is None:
+            names = writers.names()
+            waiting = [name for name in names if WRITER.match(name) and name != self._writer and name not in late]
+        found, budget_bytes, budget_records = list[ReadJournal](), STEP_BYTES, STEP_RECORDS
+        for number, name in enumerate(waiting):
+            if budget_bytes <= 0 or budget_records <= 0:
+                return found, waiting[number:]
+            journal = self._read_on(writers / name, budget_bytes, budget_records)
+            found.append(journal)
+            budget_bytes -= journal.nbytes
+            budget_records -= journal.record_count
+        return found, []
+
+    def _read_on(self, folder: Beneath, budget_bytes: int, budget_records: int) -> ReadJournal:
+        place = self._places.get(folder.name, Place())
+        try:
+            journal = read_journal(folder, place, budget_bytes, budget_records, self._clock.latest)
+        except OSError as error:
+            return ReadJournal(folder.name, place, problem=str(error))
+        if not (journal.is_whole or journal.pieces or journal.problem):
+            journal.problem = "its newest generation is not there"
+        return journal
+
+    async def _carry_out(self, read: Iterable[ReadJournal]) -> None:
+        """Carry out what was read."""
+        read = list(read)
+        self._note_problems(read)
+        found = [journal for journal in read if self._is_news(journal)]
+        if not found:
+            return
+        for journal in found:
+            self.note_bad(journal.writer, journal.bad_count, journal.first_bad)
+
+        def carry_out(tx: Transaction) -> list[list[Shown]]:
+            return [self._applied(tx, journal) for journal in found]
+
+        for journal, changed in zip(found, await self._committer.commit(carry_out, frees=True), strict=True):
+            generation = self._places.get(journal.writer, Place()).generation
+            if generation not in (0, journal.end.generation):
+                self._outdated_s = time.monotonic()
+            self._places[journal.writer] = journal.end
+            self._untold += changed
+
+    def _leave_behind(self, writer: str) -> None:
+        """Nobody waits for this writer's journal until it is read to its end."""
+        self._late.add(writer)
+        if self._problems.get(writer) is None:
+            _log.warning("the journal of %s: %s", writer, _LATE)
+            self._problems[writer] = _LATE
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        """Read the late journals, beside all others, until they are read to their ends."""
+        while self._late:
+            begun_s, pause_s = time.monotonic(), LATE_PAUSE_S
+            for writer in sorted(self._late):
+                try:
+                    if await self._read_late(writer):
+                        pause_s = time.monotonic() - begun_s
+                except ObjectCacheError as error:
+                    _log.warning("the journal of %s: %s", writer, error)
+                except Exception:
+                    _log.exception("the journal of %s could not be read; it is tried again", writer)
+            await self._tell_changes()
+            await asyncio.sleep(pause_s)
+
+    async def _read_late(self, writer: str) -> bool:
+        """Read a piece of a late journal; whether there was any."""
+        folder = Beneath(self._root, WRITERS) / writer
+        journal = await self._late_io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_RECORDS))
+        await self._carry_out([journal])
+        if journal.is_whole:
+            self._late.discard(writer)
+            self._problems.pop(writer, None)
+            _log.warning("the journal of %s is read to its end again", writer)
+        return bool(journal.pieces)
+
+    def _is_news(self, journal: ReadJournal) -> bool:
+        if journal.pieces:
+            return True
+        place = self._places.get(journal.writer, Place())
+        known = max(place.generation, 1), place.position
+        return journal.problem is None and (journal.start.generation, journal.start.position) != known
+
+    def _applied(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
+        """Carry the pieces out; what shows something else now."""
+        changed = list[Shown]()
+        for place, records in journal.pieces:
+            self._clock.observe(max((record.stamp for record in records), default=0))
+            changed += merge.apply(tx, journal.writer, place.generation, records, time.time())
+        merge.note_position(tx.db, journal.writer, journal.end.generation, journal.end.position)
+        return changed
+
+    async def _tell_changes(self) -> None:
+        """Tell what has changed. Changes that could not be told are told after the next pass."""
+        untold, self._untold = self._untold, []
+        if not untold or self.on_changed is None:
+            return
+        try:
+            await self.on_changed(untold)
+        except ObjectCacheError as error:
+            self._untold = untold + self._untold
+            _log.warning("the cache could not be told what others have changed: %s", error)
+
+    def note_bad(self, writer: str, count: int, first: tuple[int, str] | None) -> None:
+        """Count records that were passed over, and tell of the first one. May be called from the committer's thread."""
+        self.bad_record_count += count
+        if count:
+            self._spoiled.add(writer)
+        if first is not None:
+            offset, reason = first
+            problem = (
+                "the journal of %s: %d records that make no sense are passed over; the first, at offset %d, has %s"
+            )
+            _log.warning(problem, writer, count, offset, reason)
+
+    def _note_problems(self, read: list[ReadJournal]) -> None:
+        for journal in read:
+            if journal.problem is None:
+                if journal.writer not in self._late:
+                    self._problems.pop(journal.writer, None)
+                continue
+            if self._problems.get(journal.writer) != journal.problem:
+                _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
+            self._problems[journal.writer] = journal.problem
+
+    def _forget_outdated(self, tx: Transaction) -> list[Shown]:
+        changed = list[Shown]()
+        for writer, generation in merge.outdated(tx.db):
+            if writer not in self._spoiled:
+                changed += merge.forget_older(tx, writer, generation)
+        return changed

@@ -1,0 +1,400 @@
+"""Journals in a shared directory. Each writer appends to its own, and reads those of all others.
+
+    DIR/writers/<writer>/journal-<generation>     frames of storage_server.home.directory.rules.records
+
+A journal is written anew under the next generation when most of it is old. A reader goes to the newest generation and
+reads it from its front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from awscrt.checksums import crc32c
+
+from objectcache.adapters.beneath import Beneath
+from storage_server.home.directory.rules.records import (
+    FRAME_BYTES_MAX,
+    HEAD,
+    NO_LIST,
+    PIECE_BYTES,
+    RECORD_BYTES_MAX,
+    STAMP_MAX,
+    WRONG_CHECKSUM,
+    Record,
+    are_zeros,
+    decode,
+    file_ids,
+    lateness,
+    records_in,
+    wanted_bytes,
+    whole_frames,
+)
+from storage_server.kernel.data.disk import Disk
+
+STEP_BYTES = 4 << 20
+STEP_RECORDS = 4_000
+"""So much is read at once."""
+PROVED_BYTES = 1 << 20
+"""So much of a large frame is held while its checksum is computed."""
+_NAME = re.compile(r"journal-(\d{1,9})\Z")
+
+
+class OwnJournal:
+    """The journal of this server. Used by one thread at a time; methods raise OSError."""
+
+    def __init__(self, folder: Beneath, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+        self._fd = -1
+        self.generation = 0
+        self.end = 0
+        """Where the next frame begins."""
+        self._is_doubtful = False
+
+    def open(self, generation: int, position: int) -> None:
+        """Open the newest generation, or make the first one, and cut a torn frame off. Of `generation` all up to
+        `position` is known to be good. Where nothing is known of a journal that is there (the index was lost), a torn
+        frame is refused: what lies behind a damaged length may be good.
+        """
+        self.generation = newest(self._folder) or 1
+        place = _place(self._folder, self.generation)
+        self._fd = place.open(os.O_RDWR | os.O_CREAT)
+        self._disk.sync_directory(self._folder)
+        for name in self._folder.names():  # what a crash has left of a rewrite
+            if name != place.name and _NAME.match(name.removesuffix(".new")):
+                self._disk.unlink(self._folder / name)
+        self.end = position if self.generation == generation else 0
+        self._find_end(may_cut=self.end > 0 or not generation)
+
+    def find_end_again(self) -> None:
+        """Find the end again after a write that failed; `end` is then behind all that others may have read."""
+        if not self._is_doubtful:
+            return
+        successor = _place(self._folder, self.generation + 1)
+        if successor.exists():  # it was written anew, and an error came when it had its name
+            self._disk.sync_directory(self._folder)
+            os.close(self._fd)
+            self._fd = successor.open(os.O_RDWR)
+            self.generation, self.end = self.generation + 1, 0
+        self._find_end(may_cut=True)
+
+    def append(self, frames: Sequence[bytes]) -> None:
+        """Write frames durably. After an error some of them may be there all the same, and `end` says so."""
+        if self._is_doubtful:
+            raise OSError(errno.EIO, "the journal's end is not known")
+        self._require_place()
+        if os.fstat(self._fd).st_size != self.end:
+            raise OSError(errno.ESTALE, "another server writes this journal, or has shortened it")
+        end = self.end
+        try:
+            for frame in frames:
+                self._disk.write_all(self._fd, memoryview(frame), end)
+                end += len(frame)
+            self._disk.sync(self._fd)
+        except OSError:
+            self._is_doubtful = True
+            with contextlib.suppress(OSError):
+                self._find_end(may_cut=True)
+            raise
+        self.end = end
+
+    def _require_place(self) -> None:
+        """Raises OSError where the open journal is not the one at its place: the file system was unmounted meanwhile,
+        and others will never read what is written through the descriptor.
+        """
+        own, there = os.fstat(self._fd), _place(self._folder, self.generation).status()
+        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(errno.ESTALE, "another file is in the journal's place: is the file system mounted?")
+
+    def rewrite(self, frames: Iterable[bytes]) -> None:
+        """Begin a new generation with these frames; without an error the old one is gone."""
+        self._require_place()
+        place = _place(self._folder, self.generation + 1)
+        new = place.with_name(place.name + ".new")
+        self._disk.unlink(new)
+        fd = self._disk.create(new)
+        try:
+            end = 0
+            for frame in frames:
+                self._disk.write_all(fd, memoryview(frame), end)
+                end += len(frame)
+            self._disk.sync(fd)
+        finally:
+            os.close(fd)
+        self._is_doubtful = True  # until it is known which of the two counts
+        try:
+            new.rename(place)
+        except OSError:
+            if place.exists():  # others may have read it
+                raise
+            self._is_doubtful = False
+            raise
+        self._disk.sync_directory(self._folder)
+        os.close(self._fd)
+        self._fd = place.open(os.O_RDWR)
+        self.generation, self.end, self._is_doubtful = self.generation + 1, end, False
+        for name in self._folder.names():
+            match = _NAME.match(name)
+            if match and int(match[1]) < self.generation:
+                with contextlib.suppress(OSError):  # the next time
+                    self._disk.unlink(self._folder / name)
+
+    def read(self, position: int) -> Iterator[ReadJournal]:
+        """All from `position` to the end, some at a time."""
+        place = Place(self.generation, position)
+        while place.position < self.end:
+            found = ReadJournal("", place)
+            _read_on(self._fd, found, self.end, STEP_BYTES, STEP_RECORDS, STAMP_MAX)
+            if not found.pieces:
+                raise OSError(errno.EBADMSG, f"the journal is damaged at {place.position}: {found.problem}")
+            yield found
+            place = found.end
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _find_end(self, *, may_cut: bool) -> None:
+        """Set `end` behind the last whole frame. A torn frame behind it is cut off, since no server can have read it.
+        After a failed sync the system may have dropped the frames from its cache, so whole frames are then written and
+        synced once more.
+        """
+        size = os.fstat(self._fd).st_size
+        if size < self.end:
+            raise OSError(errno.ESTALE, "the journal is shorter than it was")
+        while self.end < size:
+            data = _read_frames(self._fd, self.end, size)
+            nbytes = whole_frames(data)
+            if not nbytes:
+                is_torn = self.end + wanted_bytes(data, 0) >= size or are_zeros(data)
+                if not is_torn or not may_cut:
+                    raise OSError(errno.EBADMSG, f"the journal is damaged at {self.end}")
+                os.ftruncate(self._fd, self.end)
+                self._disk.sync(self._fd)
+                break
+            if self._is_doubtful:
+                self._disk.write_all(self._fd, memoryview(data)[:nbytes], self.end)
+                self._disk.sync(self._fd)
+            self.end += nbytes
+        self._is_doubtful = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a journal is read: where a frame of this generation begins, and how many bytes of the frame's payload are
+    read. More than none are of a large frame only, whose checksum is right.
+    """
+
+    generation: int = 0
+    position: int = 0
+    inside: int = 0
+
+
+@dataclass(slots=True)
+class ReadJournal:
+    """One read of a journal from `start` on: pieces, each with its end. `problem` says why reading ends there, None
+    where the rest is not written yet.
+    """
+
+    writer: str
+    start: Place
+    pieces: list[tuple[Place, list[Record]]] = field(default_factory=list)
+    problem: str | None = None
+    size: int = 0
+    """How long the journal was."""
+    nbytes: int = 0
+    """How many bytes were read."""
+    is_whole: bool = False
+    """Whether the end of the journal was reached."""
+    bad_count: int = 0
+    """How many records were passed over."""
+    first_bad: tuple[int, str] | None = None
+    """The offset of the first frame with such a record, and why it was passed over."""
+
+    @property
+    def end(self) -> Place:
+        """How far it is read now."""
+        return self.pieces[-1][0] if self.pieces else self.start
+
+    @property
+    def record_count(self) -> int:
+        """How many records were read, those that were passed over among them."""
+        return self.bad_count + sum(len(records) for _, records in self.pieces)
+
+    def note_bad(self, at: int, reason: str) -> None:
+        """Count a record that is passed over."""
+        self.bad_count += 1
+        self.first_bad = self.first_bad or (at, reason)
+
+
+def read_journal(
+    folder: Beneath,
+    place: Place,
+    budget_bytes: int = STEP_BYTES,
+    records_max: int = STEP_RECORDS,
+    stamp_max: int = STAMP_MAX,
+) -> ReadJournal:
+    """Read on behind `place`, in the newest generation; about `budget_bytes` and `records_max` at most. See `decode`
+    for `stamp_max`. Raises OSError.
+    """
+    journal = ReadJournal(folder.name, replace(place, generation=max(place.generation, 1)))
+    try:
+        fd = _newest_opened(folder, journal)
+    except FileNotFoundError:  # it has no journal yet, or a newer one by now
+        journal.is_whole = newest(folder) is None
+        return journal
+    try:
+        journal.size = os.fstat(fd).st_size
+        if journal.size < journal.start.position:
+            journal.problem = f"it ends at {journal.size}, and was read to {journal.start.position}"
+            return journal
+        _read_on(fd, journal, journal.size, budget_bytes, records_max, stamp_max)
+        end = journal.end
+        is_at_end = not journal.pieces or (not end.inside and end.position >= journal.size)
+        journal.is_whole = journal.problem is None and is_at_end
+        return journal
+    finally:
+        os.close(fd)
+
+
+def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, records_max: int, stamp_max: int) -> None:
+    """Read whole small frames, or something of one large frame."""
+    generation, position = journal.start.generation, journal.start.position
+    if not journal.start.inside:
+        data = _read(fd, position, min(budget_bytes, size - position))
+        wanted = wanted_bytes(data, 0)
+        if len(data) < wanted <= min(size - position, HEAD.size + PIECE_BYTES):
+            data = _read(fd, position, wanted)
+        found = decode(data, stamp_max, records_max)
+        journal.problem, journal.nbytes, journal.bad_count = found.problem, len(data), found.bad_count
+        if found.first_bad is not None:
+            journal.first_bad = position + found.first_bad[0], found.first_bad[1]
+        journal.pieces = [(Place(generation, position + end), records) for end, records in found.frames]
+        if found.frames or found.problem or not HEAD.size + PIECE_BYTES < wanted <= size - position:
+            return
+        payload_bytes, checksum = HEAD.unpack_from(data)
+        journal.nbytes += payload_bytes
+        if _checksum(fd, position + HEAD.size, payload_bytes) != checksum:
+            journal.problem = WRONG_CHECKSUM
+            return
+        if data[HEAD.size : HEAD.size + 1] != b"[":
+            journal.note_bad(position, NO_LIST)
+            journal.pieces.append((Place(generation, position + wanted), []))
+            return
+    _read_inside(fd, journal, budget_bytes, records_max, stamp_max)
+
+
+def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, records_max: int, stamp_max: int) -> None:
+    """Read on inside a large frame, a whole record at least."""
+    position, inside = journal.start.position, max(journal.start.inside, 1)
+    payload_bytes = wanted_bytes(_read(fd, position, HEAD.size), 0) - HEAD.size
+    window, bad_before = max(budget_bytes, PIECE_BYTES), (journal.bad_count, journal.first_bad)
+    while True:
+        asked_bytes = min(window, payload_bytes - inside)
+        data = _read(fd, position + HEAD.size + inside, asked_bytes)
+        if len(data) < asked_bytes:
+            raise OSError(errno.EIO, "the journal has become shorter")
+        journal.nbytes += len(data)
+        is_end = inside + len(data) >= payload_bytes
+        records, nbytes = records_in(data, partial(journal.note_bad, position), records_max, is_end=is_end)
+        if nbytes or is_end:
+            break
+        if window >= RECORD_BYTES_MAX:
+            journal.note_bad(position, f"a record of more than {RECORD_BYTES_MAX} bytes")
+            is_end, nbytes = True, len(data)
+            break
+        window *= 2
+    journal.problem = lateness(records, stamp_max)
+    if journal.problem is not None:
+        journal.bad_count, journal.first_bad = bad_before
+        return
+    if is_end and nbytes == len(data):
+        end = Place(journal.start.generation, position + HEAD.size + payload_bytes)
+    else:
+        end = Place(journal.start.generation, position, inside + nbytes)
+    journal.pieces.append((end, records))
+
+
+def _checksum(fd: int, at: int, nbytes: int) -> int:
+    checksum, end = 0, at + nbytes
+    while at < end:
+        piece = _read(fd, at, min(PROVED_BYTES, end - at))
+        if not piece:
+            raise OSError(errno.EIO, "the journal has become shorter")
+        checksum = crc32c(piece, checksum)
+        at += len(piece)
+    return checksum
+
+
+def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
+    """The newest generation, opened; of a newer one all is to be read. One that is just behind is found by its name."""
+    start = journal.start
+    if start.position or start.inside:
+        with contextlib.suppress(FileNotFoundError):
+            fd = _place(folder, start.generation + 1).open(os.O_RDONLY)
+            journal.start = Place(start.generation + 1)
+            return fd
+        with contextlib.suppress(FileNotFoundError):
+            fd = _place(folder, start.generation).open(os.O_RDONLY)
+            if os.fstat(fd).st_size > start.position:
+                return fd
+            os.close(fd)  # nothing is new, or it is an old one that could not be deleted
+    generation = newest(folder) or 1
+    if generation != start.generation:
+        journal.start = Place(generation)
+    return _place(folder, generation).open(os.O_RDONLY)
+
+
+def named_files(folder: Beneath) -> set[str] | None:
+    """The files that a writer's journal names; None where some of its records make no sense here, so that nobody knows
+    what they name. Raises OSError.
+    """
+    found, place = set[str](), Place()
+    while True:
+        journal = read_journal(folder, place)
+        if journal.bad_count:
+            return None
+        for _, records in journal.pieces:
+            found |= file_ids(records)
+        if journal.is_whole or not journal.pieces:
+            return found
+        place = journal.end
+
+
+def newest(folder: Beneath) -> int | None:
+    """The newest generation of the journal in a folder. Raises OSError."""
+    found = [int(match[1]) for match in map(_NAME.match, folder.names()) if match]
+    return max(found, default=None)
+
+
+def _place(folder: Beneath, generation: int) -> Beneath:
+    return folder / f"journal-{generation}"
+
+
+def _read_frames(fd: int, at: int, size: int) -> bytes:
+    """Some whole frames from `at` on, if there are any."""
+    data = _read(fd, at, min(STEP_BYTES, size - at))
+    wanted = wanted_bytes(data, 0)
+    if len(data) < wanted <= min(size - at, FRAME_BYTES_MAX + STEP_BYTES):
+        data = _read(fd, at, wanted)
+    return data
+
+
+def _read(fd: int, at: int, nbytes: int) -> bytes:
+    pieces = []
+    while nbytes > 0:
+        piece = os.pread(fd, nbytes, at)
+        if not piece:
+            break
+        pieces.append(piece)
+        at, nbytes = at + len(piece), nbytes - len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,377 @@
+"""A directory that many servers share, on a parallel or network file system, as the home of objects (CASCADE, sections
+III-D to III-F).
+
+    ROOT/format.json
+    ROOT/writers/<writer>/extents/…           the bytes that this server has stored
+    ROOT/writers/<writer>/journal-<n>         what it has changed
+    ROOT/writers/<writer>/alive               when it was there last
+    DATA/shared/index.sqlite3                 what all journals together say, in each server's own data directory
+
+No two servers write one file, so none takes a lock. A change is made when its record is durable in the own journal;
+other servers see it when they read the journal next. docs/guides/shared-files.md lists the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.renewals import RENEWALS, Renewals
+from storage_server.home.directory import merge
+from storage_server.home.directory.files import GRACE_S, SharedFiles
+from storage_server.home.directory.following import Following
+from storage_server.home.directory.journal import OwnJournal, named_files
+from storage_server.home.directory.membership import joined
+from storage_server.home.directory.objects import SharedObjects, SharedUploads
+from storage_server.home.directory.reading import SharedReads
+from storage_server.home.directory.rules.clock import ClockError, StampClock
+from storage_server.home.directory.rules.records import (
+    OBJECT_BYTES_MAX,
+    WRITER,
+    WRITERS,
+    BadRecordError,
+    Record,
+    file_ids,
+    framed,
+    writer_of,
+)
+from storage_server.home.service import OnChanged
+from storage_server.kernel.data.bodies import BodyReader, BodyWriter
+from storage_server.kernel.data.buffers import BufferShare
+from storage_server.kernel.data.disk import Disk, disk_error
+from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.segments import Segments
+from storage_server.kernel.data.space import Bound, Space
+from storage_server.kernel.index import queries
+from storage_server.kernel.index.committer import Committer
+from storage_server.kernel.index.identity import Mark
+from storage_server.kernel.index.reader import IndexReader
+from storage_server.kernel.index.reserve import Reserve
+from storage_server.kernel.index.resolved import ResolvedKeys
+from storage_server.kernel.index.transaction import Transaction
+from storage_server.kernel.objects import Objects
+from storage_server.kernel.rules.rows import Touched
+from storage_server.kernel.upkeep.lifecycle import Lifecycle
+from storage_server.kernel.uploads import Uploads
+from storage_server.kernel.watcher import Watcher
+from storage_server.planning.durability import Durability
+from storage_server.settings import StorageSettings, UpstreamSettings
+
+IO_THREADS = 4
+UPKEEP_S = 10.0
+LONG_S = 2.0
+"""A start that reads for longer says so."""
+REWRITE_BYTES_MIN = 4 << 20
+REWRITE_GROWTH = 2
+"""A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
+RETIRED_CHECK_S = 3600.0
+GONE_KEPT_S = 86_400.0
+"""For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
+deletes.
+"""
+_log = logging.getLogger(__name__)
+
+
+class SharedDirectory:
+    """Implements storage_server.home.service.Service, and SharedJournal of storage_server.kernel.index.committer.
+    The index lies in `local`.
+    """
+
+    def __init__(
+        self, settings: UpstreamSettings, storage: StorageSettings, local: Path, disk: Disk | None = None
+    ) -> None:
+        assert settings.directory is not None
+        self._settings = settings
+        self._root = root = settings.directory
+        self._disk = disk = disk or Disk()
+        self._membership = joined(root, local)
+        writer = self._membership.writer
+        self._folder = Beneath(root, WRITERS) / writer
+        self.files = SharedFiles(root, writer, storage.open_files_max, disk)
+        self.files.start()
+        self._journal = OwnJournal(self._folder, disk)
+        self._rewritten_bytes = 0
+        self._reserve = Reserve(self._folder)
+        self._checked_retired_s = float("-inf")
+        self._clock = StampClock(self.files.now_s, 0)
+        self._mark = Mark(local)
+        space = Space(local, None)
+        self.committer = Committer(
+            local / "index.sqlite3",
+            Durability.STRICT,
+            disk,
+            self._dispose,
+            lambda holes: None,  # a location that nothing names may be named by a record that was not read yet
+            0.0,
+            resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
+            self._mark,
+            space,
+            Watcher().note_changes,
+            self,
+        )
+        self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
+        self.reader = IndexReader(local / "index.sqlite3")
+        self._io = IoThreads(IO_THREADS)
+        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * UPKEEP_S, self.files.beat)
+        bound = Bound("the shared directory", lambda: None, lambda: 0)
+        share = BufferShare(storage.buffer_bytes)
+        bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
+        change = partial(self.committer.commit, frees=True)
+        watcher = Watcher()  # objects of a home are never evicted
+        objects = Objects(
+            self.reader,
+            self.files,
+            BodyReader(self.files, share, self._io),
+            resolved,
+            self.committer,
+            bodies,
+            self._io,
+            storage.object_bytes_max,
+            watcher,
+        )
+        uploads = Uploads(
+            self.reader, self.committer, bodies, storage.object_bytes_max, objects, watcher, OBJECT_BYTES_MAX
+        )
+        self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
+        self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
+        self.objects = SharedObjects(objects, self.files, self.following, self._reads)
+        self.uploads = SharedUploads(uploads, self.following)
+        self.lifecycle = Lifecycle(objects, uploads, self.reader, change)
+        self._lifecycle_s = storage.lifecycle_interval_s, storage.lifecycle_day_s
+        self._works: list[asyncio.Task[None]] = []
+
+    @property
+    def writer(self) -> str:
+        """The id of this server in the directory."""
+        return self._membership.writer
+
+    @property
+    def failed_count(self) -> int:
+        """How many reads of the directory failed."""
+        return self._reads.failed_count
+
+    @property
+    def unread_count(self) -> int:
+        """How many journals cannot be read to their ends."""
+        return self.following.problem_count
+
+    @property
+    def bad_record_count(self) -> int:
+        """How many records of journals were passed over because they make no sense."""
+        return self.following.bad_record_count
+
+    def on_changed(self, tell: OnChanged) -> None:
+        """Call `tell` with what other servers have changed."""
+        self.following.on_changed = tell
+
+    async def start(self) -> None:
+        """Read all journals to their ends, and begin to follow them."""
+        await asyncio.to_thread(self.files.beat)
+        await self.committer.commit(self._open_journal)
+        long_start = asyncio.get_running_loop().call_later(
+            LONG_S, _log.warning, "reading what other servers have written to the shared directory: the first time, and"
+            " after a long absence, that takes minutes",
+        )  # fmt: skip
+        try:
+            await self.following.start(await self.reader.threaded(merge.positions))
+        finally:
+            long_start.cancel()
+        named = await self.reader.threaded(queries.file_ids)
+        stored = await self._io.run(lambda: self.files.stored(self._membership.writer))
+        self.files.found_dead(file_id for file_id in stored if file_id not in named)
+        works = (
+            self.following.run(self._settings.poll_s),
+            self.lifecycle.run(*self._lifecycle_s),
+            self._upkeep(),
+        )
+        self._beats.start(first_in_s=0.0)
+        self._works = [asyncio.create_task(work) for work in works]
+
+    async def close(self) -> None:
+        """Finish running work and close every file."""
+        for work in self._works:
+            work.cancel()
+        if self._works:
+            await asyncio.wait(self._works)
+        await self.following.close()
+        await asyncio.to_thread(self._reads.close)
+        self._io.close()
+        await asyncio.to_thread(self._beats.stop)
+        self.segments.close()
+        self.committer.close()
+        self._journal.close()
+        self.reader.close()
+        self.files.close()
+
+    def _open_journal(self, tx: Transaction) -> None:
+        """In the committer's thread, which alone uses the journal."""
+        merge.prepare(tx)
+        writer = self._membership.writer
+        generation, position = merge.positions(tx.db).get(writer, (0, 0))
+        self._clock.observe(merge.last_stamp(tx.db))
+        self._journal.open(generation, position)
+        self.catch_up(tx)
+
+    def append_to_journal(self, tx: Transaction) -> None:
+        """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
+        if not tx.touched:
+            return
+        try:
+            records = merge.collected(tx.db, tx.touched, self._clock.stamp())
+        except ClockError as error:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, f"the shared directory: {error}", retryable=True) from error
+        named = file_ids(records)
+        others = {file_id for file_id in named if writer_of(file_id) != self._membership.writer}
+        self._require_read_journals(others)
+        if not all(self.files.place(file_id).exists() for file_id in named - others):
+            problem = "the shared directory has not the file that was written: is its file system mounted?"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+        try:
+            self._append([*framed(records)], frees=all(record.row is None for record in records))
+        except BadRecordError as error:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, str(error)) from error
+        except OSError as error:
+            _log.warning("the journal of the shared directory: %s", error)
+            raise disk_error(error, "writing the journal") from error
+        merge.note_own(tx.db, self._membership.writer, self._journal.generation, records, time.time())
+        merge.note_position(tx.db, self._membership.writer, self._journal.generation, self._journal.end)
+        if not self._has_read_journals_lately(others):
+            self._require_there(others, records)
+
+    def _append(self, frames: Sequence[bytes], *, frees: bool) -> None:
+        """On a full disk the reserve is given up for a change that `frees` space. Raises OSError."""
+        try:
+            self._journal.append(frames)
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not (is_full and frees and self._reserve.give_up()):
+                raise
+            self._journal.append(frames)
+
+    def catch_up(self, tx: Transaction) -> None:
+        """Carry out what the journal has and the index has not: a change that ended between the two."""
+        writer, journal = self._membership.writer, self._journal
+        if not journal.generation:
+            return
+        try:
+            journal.find_end_again()
+        except OSError as error:
+            raise disk_error(error, "reading the journal") from error
+        generation, position = merge.positions(tx.db).get(writer, (0, 0))
+        if (generation, position) == (journal.generation, journal.end):
+            return
+        try:
+            for found in journal.read(position if generation == journal.generation else 0):
+                self.following.note_bad(writer, found.bad_count, found.first_bad)
+                for _, records in found.pieces:
+                    self._clock.observe(max((record.stamp for record in records), default=0))
+                    merge.apply(tx, writer, journal.generation, records, time.time())
+        except OSError as error:
+            raise disk_error(error, "reading the journal") from error
+        merge.note_position(tx.db, writer, journal.generation, journal.end)
+
+    def _has_read_journals_lately(self, others: set[str]) -> bool:
+        """Whether a record may name these files of other servers. Another server deletes its file GRACE_S after its
+        last row went, unless it has read a record that names the file. So the rows that this record is made from must
+        come from a whole read of all journals in the last half of that time.
+        """
+        return not others or time.monotonic() - self.following.whole_s <= GRACE_S / 2
+
+    def _require_read_journals(self, others: set[str]) -> None:
+        if not self._has_read_journals_lately(others):
+            raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+
+    def _require_there(self, others: set[str], records: Sequence[Record]) -> None:
+        """Take a record back, where its writing took so long that a file that it names was deleted meanwhile. Raises
+        ServerError then.
+        """
+        if all(self.files.place(file_id).exists() for file_id in others):
+            return
+        gone = [Record(record.about, record.stamp + 1, None) for record in records if record.bodies]
+        with suppress(OSError):
+            self._append([*framed(gone)], frees=True)
+        raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+
+    def _dispose(self, file_id: str) -> None:
+        self.segments.retire(file_id)
+        if not self.segments.is_written(file_id):
+            self.files.note_dead(file_id)
+
+    async def _upkeep(self) -> None:
+        """Delete files that nobody needs, and keep the journal short."""
+        while True:
+            try:
+                await self._find_retired()
+                await self._delete_dead()
+                await self.committer.commit(self._shorten_journal, frees=True)
+            except ObjectCacheError as error:
+                _log.warning("the shared directory: %s", error)
+            except Exception:
+                _log.exception("the shared directory; it goes on after this")
+            await asyncio.sleep(UPKEEP_S)
+
+    async def _delete_dead(self) -> None:
+        """Delete what has been dead for GRACE_S, if no journal that was read since then names it."""
+        if not self.files.deletable(math.inf):
+            return
+        await self.following.read_journals()
+        due = self.files.deletable(self.following.whole_s)
+        if due:
+            dead = await self.committer.commit(lambda tx: merge.unnamed(tx.db, due))
+            await self._io.run(lambda: self.files.delete(due, dead))
+
+    async def _find_retired(self) -> None:
+        """Find the dead files of writers that have been silent for long. Only files that a journal has named are
+        touched: of others nobody knows what they are.
+        """
+        if time.monotonic() - self._checked_retired_s < RETIRED_CHECK_S:
+            return
+        self._checked_retired_s = time.monotonic()
+        once_named = await self._io.run(self._files_of_retired)
+        if once_named:
+            named = await self.reader.threaded(queries.file_ids)
+            self.files.found_dead(once_named - named)
+
+    def _files_of_retired(self) -> set[str]:
+        """The files of retired writers that are there, and that their journals name."""
+        found = set[str]()
+        writers = Beneath(self._root, WRITERS)
+        for writer in writers.names():
+            if WRITER.match(writer) and self.files.is_retired(writer):
+                named = named_files(writers / writer)
+                if named is not None:
+                    found |= named & set(self.files.stored(writer))
+        return found
+
+    def _shorten_journal(self, tx: Transaction) -> None:
+        """Write the journal anew where most of it may be old. A change that is not in the journal yet has to wait."""
+        journal, writer = self._journal, self._membership.writer
+        self._reserve.keep()
+        if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
+            return
+        kept = merge.kept(tx.db, writer, time.time() - GONE_KEPT_S)
+        noted: list[Touched] = []
+
+        def noting() -> Iterator[Record]:
+            for record in kept:
+                noted.append(record.about)
+                yield record
+
+        try:
+            journal.rewrite(framed(noting()))
+        except (OSError, BadRecordError) as error:
+            _log.warning("the journal of the shared directory could not be written anew: %s", error)
+            return
+        self._rewritten_bytes = journal.end
+        merge.note_rewritten(tx.db, writer, journal.generation, noted)
+        merge.forget_older(tx, writer, journal.generation)
+        merge.note_position(tx.db, writer, journal.generation, journal.end)

@@ -1,0 +1,1 @@
+"""Chunks on their way from another home into the cache."""

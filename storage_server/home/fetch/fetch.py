@@ -1,0 +1,407 @@
+"""One chunk on its way from upstream into the cache: the requests for it, the proof of its bytes, and its row. A chunk
+that finds no room there passes: each delivery reads it for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from descriptors.chunk_names import is_chunk_key
+from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
+from descriptors.units import MIB
+from objectcache.adapters.threads import HERE_BYTES_MAX, to_end
+from storage_server.delivery.gather.coming import Arrival, ComingExtent
+from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
+from storage_server.delivery.gather.passing import PassingExtent
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.home.fetch.passing_chunk import PassingChunk
+from storage_server.home.fetch.receiving import IntoFile, IntoMemory, Receiver, wrong
+from storage_server.home.former_keepers import FormerKeepers
+from storage_server.home.key_locks import KeyLocks
+from storage_server.home.remote_dram.remote_dram import RemoteDram
+from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
+from storage_server.home.rules.groups import group_ends
+from storage_server.home.rules.headers import is_md5
+from storage_server.home.rules.proof import Proof, proved_bytes
+from storage_server.home.rules.remote_entry import RemoteEntry
+from storage_server.home.s3.copied_tags import CopiedTags
+from storage_server.home.s3.turns import Turns
+from storage_server.home.service import HomeObjects
+from storage_server.kernel.data.disk import disk_error
+from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.segments import ExtentWriter
+from storage_server.kernel.index import transaction
+from storage_server.kernel.index.transaction import Transaction
+from storage_server.kernel.rules.body_hashes import BodyHashes
+from storage_server.kernel.rules.rows import StoredPart
+from storage_server.planning.extent import Extent, aligned
+
+PREFETCH_BYTES_MAX = 128 * MIB
+"""One chunk has no more bytes fetched ahead."""
+PREFETCH_GROUP = 1 << 20
+"""Behind all groups of chunks that somebody waits for."""
+QUIET_S = 0.05
+"""Landed chunks are written when so long nothing has come from upstream,"""
+QUIET_WAIT_MAX_S = 1.0
+"""or so long after they came, or when anybody waits for room in the cache,"""
+QUIET_FRACTION_MAX = 0.75
+"""or when this part of what one bucket may have of the landing memory is used."""
+ROOM_WAIT_S = 1.0
+"""A chunk passes where the cache makes no room for it in so long,"""
+FULL_S = 1.0
+"""and for so long after that each one passes at once that finds none."""
+_log = logging.getLogger(__name__)
+_ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
+
+
+class _BrokenOffError(Exception):
+    """An answer whose head has come, and whose body does not come to its end."""
+
+    def __init__(self, error: ServerError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Elsewhere(Protocol):
+    """Memory of other servers, which may have a chunk, and which is asked before home."""
+
+    def may_have(self, bucket: str, key: str) -> bool:
+        """Whether asking for a chunk makes sense now."""
+
+    async def read(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
+        """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved."""
+
+    def found_wrong(self, bucket: str, key: str) -> None:
+        """The bytes that `read` brought were not those of the chunk."""
+
+
+class Ways:
+    """Everything that all fetches share."""
+
+    def __init__(
+        self,
+        objects: HomeObjects,
+        cache: EmbeddedStore,
+        locks: KeyLocks,
+        turns: Turns,
+        landing: Landing,
+        io: IoThreads,
+        remote: RemoteDram | None,
+        former: FormerKeepers | None,
+        tags: CopiedTags,
+    ) -> None:
+        self.objects = objects
+        self.tags = tags
+        self.remote = remote
+        self.elsewhere: tuple[Elsewhere, ...] = tuple(each for each in (remote, former) if each is not None)
+        self.cache = cache
+        self.locks = locks
+        self.turns = turns
+        self.landing = landing
+        self.io = io
+        self._storing = asyncio.Semaphore(1)
+        self._full_until_s = -math.inf
+        self.passed_bytes = 0
+        """The bytes of chunks that found no room in the cache, as often as they were read, since the start."""
+
+    async def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter | None:
+        """A place in a file; None where the cache has no room, and makes none soon. Raises ServerError."""
+        if time.monotonic() < self._full_until_s and not self.cache.bound.has_room(aligned(nbytes)):
+            return None
+        try:
+            return await self.cache.bodies.writer(nbytes, hashes, self.io, ROOM_WAIT_S)
+        except ServerError as error:
+            if error.code not in (ErrorCode.INSUFFICIENT_STORAGE, ErrorCode.SLOW_DOWN):
+                raise
+            self._full_until_s = time.monotonic() + FULL_S
+            return None
+
+    def passing(self, bucket: str, info: ObjectInfo, proof: Proof | None) -> PassingExtent:
+        """A chunk for which there is no room."""
+
+        def on_passed(nbytes: int) -> None:
+            self.passed_bytes += nbytes
+
+        return PassingChunk(self.objects, self.turns, self.io, bucket, info, proof, on_passed).extent
+
+    def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> Receiver:
+        """Into memory, if the chunk's size is known and there is room."""
+        landed = None if layout is None else self.landing.take(bucket, layout.chunk_bytes)
+        if layout is None or landed is None:
+            return IntoFile(self.objects, self.io, self.cache.disk, on_step)
+        return IntoMemory(self.objects, self.io, landed, layout.per_layer_chunk_bytes, on_step)
+
+    async def store(self, receiver: IntoMemory) -> None:
+        """Write a landed chunk into its file, one after the other, while deliveries do not need the processor. Raises
+        ServerError.
+        """
+        assert receiver.landed is not None
+        assert receiver.writer is not None
+        until_s = time.monotonic() + QUIET_WAIT_MAX_S
+        async with self._storing:
+            for _ in range(round(QUIET_WAIT_MAX_S / QUIET_S)):
+                if self._is_quiet() or time.monotonic() >= until_s:
+                    break
+                await asyncio.sleep(QUIET_S)
+            store = partial(receiver.writer.store, receiver.landed.view, receiver.blocks, self.cache.disk)
+            if len(receiver.landed.view) <= HERE_BYTES_MAX:
+                try:
+                    store()  # in less time than a hand-over to a thread takes
+                except OSError as error:
+                    raise disk_error(error, "writing a chunk") from error
+            else:
+                await self.io.run(store)
+
+    def _is_quiet(self) -> bool:
+        is_pressed = self.landing.used_bytes > QUIET_FRACTION_MAX * BUCKET_MEMORY_FRACTION * self.landing.nbytes
+        is_waited_for = self.cache.bound.waiting_bytes > 0
+        return is_pressed or is_waited_for or time.monotonic() - self.turns.busy_at_s >= QUIET_S
+
+
+class Fetch:
+    """One chunk on its way. `begun` gives its extent. Without a layout nobody waits for it yet: it is read as a whole,
+    behind all others.
+    """
+
+    def __init__(
+        self,
+        ways: Ways,
+        bucket: str,
+        key: str,
+        index: int,
+        layout: ChunkLayout | None,
+        prefetch_slots: asyncio.Semaphore,
+        on_come: Callable[[], None],
+        *,
+        waves: int,
+        keeps: bool,
+    ) -> None:
+        self._on_come = on_come
+        self._ways = ways
+        self._prefetch_slots = prefetch_slots
+        self._bucket = bucket
+        self._key = key
+        self._index = index
+        self.layout = layout
+        self.is_wanted = layout is not None
+        """Whether somebody waits for it."""
+        self.has_begun = False
+        """Whether it has had its first turn."""
+        self._waves = waves
+        self._keeps = keeps
+        self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
+        self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
+        self._receiver: Receiver | None = None
+        self._arrival: Arrival | None = None
+        self._so_far = b"", 0
+        self._proof: Proof | None = None
+        self.info: ObjectInfo | None = None
+        """Upstream's description of it, when it has begun."""
+        self.fetched_bytes = 0
+        self._asked_at = time.time()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            if self.layout is None:
+                async with self._prefetch_slots:
+                    await self._fetch([None])
+            else:
+                await self._fetch(group_ends(self.layout, self._waves))
+        except asyncio.CancelledError:
+            self._end_with(ServerError(ErrorCode.SLOW_DOWN, "the server is shutting down", retryable=True))
+            raise
+        except ObjectCacheError as error:
+            self._end_with(error)
+        except Exception:
+            _log.exception("fetching a chunk from upstream")
+            self._end_with(ServerError(ErrorCode.INTERNAL_ERROR, "the chunk could not be fetched", retryable=True))
+
+    async def _fetch(self, ends: Sequence[int | None]) -> None:
+        """Read the groups that end there; None is the end of the chunk. The file of a chunk in memory is written behind
+        that.
+        """
+        if self.layout is not None and is_chunk_key(self._key):
+            for elsewhere in self._ways.elsewhere:
+                if elsewhere.may_have(self._bucket, self._key) and await self._fetch_from(elsewhere, self.layout):
+                    return
+        start = 0
+        self._asked_at = time.time()
+        with ExitStack() as stack:
+            for group_index, group_end in enumerate(ends):
+                turn_index = PREFETCH_GROUP if self.layout is None else group_index
+                end = await self._fetch_group(turn_index, start, group_end, stack)
+                if end is None:
+                    return
+                start = end
+            receiver = self._receiver
+            assert receiver is not None
+            assert self.info is not None
+            assert receiver.writer is not None
+            await self._prove(self.info, receiver)
+            if isinstance(receiver, IntoMemory):
+                self._admit(self.info, receiver)
+                await self._ways.store(receiver)
+            await self._publish(self.info, receiver.writer)
+
+    async def _fetch_from(self, elsewhere: Elsewhere, layout: ChunkLayout) -> bool:
+        """Bring the chunk from another server's memory; False where it is not there, or not what it should be."""
+        landed = self._ways.landing.take(self._bucket, layout.chunk_bytes)
+        if landed is None:
+            return False
+        receiver = IntoMemory(self._ways.objects, self._ways.io, landed, layout.per_layer_chunk_bytes, self._advance)
+        with ExitStack() as stack:
+            stack.callback(receiver.close)
+            async with self._ways.turns.turn(0, self._index):
+                self.has_begun = True
+                entry = await elsewhere.read(self._bucket, self._key, landed)
+                if entry is None:
+                    return False
+                await self._ways.io.run(partial(receiver.blocks.update, landed.view))
+            if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
+                elsewhere.found_wrong(self._bucket, self._key)
+                return False
+            self._proof = entry.proof
+            if not await self._begin(entry.info, receiver):
+                return True
+            stack.enter_context(self._ways.cache.bound.arriving())
+            assert receiver.writer is not None
+            await self._prove(entry.info, receiver)
+            self.fetched_bytes = 0  # not from upstream
+            await self._ways.store(receiver)
+            await self._publish(entry.info, receiver.writer, has_doubtful_tags=True)
+        return True
+
+    def _admit(self, info: ObjectInfo, receiver: IntoMemory) -> None:
+        """Keep a chunk that came from home in remote DRAM, for other servers."""
+        if self._ways.remote is not None and self._proof is not None and is_chunk_key(self._key):
+            self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
+
+    async def _fetch_group(self, turn_index: int, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+        """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout, or
+        finds no room. Where an answer breaks off or comes too slowly, the rest is asked for again.
+        """
+        for attempt in count(1):
+            try:
+                async with self._ways.turns.turn(turn_index, self._index):
+                    self.has_begun = True
+                    if self._receiver is None:
+                        self._receiver = self._ways.receiver(self._bucket, self.layout, self._advance)
+                        stack.callback(self._receiver.close)
+                    return await self._ask(self._receiver, start, group_end, stack)
+            except _BrokenOffError as broken:
+                assert self._receiver is not None
+                start = max(start, self._receiver.received_bytes)
+                if attempt == ATTEMPTS_MAX:
+                    raise broken.error from broken
+            await asyncio.sleep(pause_before_next_s(attempt))
+        raise AssertionError("the loop ends by itself")
+
+    async def _ask(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+        """One request for the rest of a group, from `start` on. Raises _BrokenOffError."""
+        last = None if group_end is None else group_end - 1
+        condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
+        request = ReadRequest(self._bucket, self._key, RangeSpec(start, last), condition=condition)
+        async with receiver.open(request, start, group_end) as (head, proof, received):
+            if self.info is None:
+                if self.layout is None and head.info.nbytes > PREFETCH_BYTES_MAX:
+                    raise ServerError(ErrorCode.SLOW_DOWN, "too large to be read ahead", retryable=True)
+                if self.layout is not None and head.info.nbytes != self.layout.chunk_bytes:
+                    self.begun.set_result(_of_another_size(head.info.nbytes))
+                    return None
+                self._proof = proof
+                if not await self._begin(head.info, receiver):
+                    return None
+                stack.enter_context(self._ways.cache.bound.arriving())
+            elif head.info.etag != self.info.etag:
+                raise wrong("the object has changed meanwhile")
+            end = head.info.nbytes if group_end is None else group_end
+            if (head.range.start, head.range.length) != (start, end - start):
+                raise wrong("another range came than was asked for")
+            try:
+                await received
+            except ServerError as error:
+                if error.code is not ErrorCode.SLOW_DOWN or receiver.received_bytes >= end:
+                    raise
+                raise _BrokenOffError(error) from error
+        return end
+
+    async def _begin(self, info: ObjectInfo, receiver: Receiver) -> bool:
+        """Give the chunk its place in a file, and tell those that wait for it. False where there is no room."""
+        hashes = BodyHashes(None, sha256=False, md5=self._proof is None and receiver.landed is None)
+        receiver.writer = writer = await self._ways.writer(info.nbytes, hashes) if self._keeps else None
+        self.info = info
+        if writer is None:
+            self.begun.set_result(self._ways.passing(self._bucket, info, self._proof))
+            return False
+        self._arrival = Arrival(info.nbytes, receiver.landed)
+        self.begun.set_result(ComingExtent.of(writer.file.file_id, writer.offset, self._arrival))
+        self._advance(*self._so_far)
+        return True
+
+    def _advance(self, words: bytes, arrived_bytes: int) -> None:
+        """Tell what has come and is proved. Wrong bytes are not told; they end the fetch when all have come. Of a chunk
+        without a proof nothing is told before its end, where its ETag proves it as a whole.
+        """
+        self._so_far = words, arrived_bytes
+        if self._arrival is None or self._proof is None:
+            return
+        proved = proved_bytes(self._proof, words, arrived_bytes)
+        if proved is not None and self._arrival.arrived_bytes < proved < self._arrival.nbytes:
+            self._arrival.advance(proved, words)
+
+    async def _prove(self, info: ObjectInfo, receiver: Receiver) -> None:
+        """The last bytes are told only when all bytes are proved."""
+        assert self._arrival is not None
+        words = receiver.words()
+        if self._proof is not None:
+            if proved_bytes(self._proof, words, info.nbytes) != info.nbytes:
+                raise wrong("the bytes are not those that were put")
+        elif is_md5(info.etag) and info.etag != await receiver.etag():
+            raise wrong("the bytes are not those of the ETag")
+        self._arrival.advance(info.nbytes, words)
+        self.fetched_bytes = info.nbytes
+        self._on_come()
+
+    async def _publish(self, info: ObjectInfo, writer: ExtentWriter, *, has_doubtful_tags: bool = False) -> None:
+        """The chunk is in the cache from now on."""
+        part = StoredPart(info.etag, info.nbytes, info.checksum, writer.extent())
+
+        def publish(tx: Transaction) -> None:
+            transaction.ensure_bucket(tx, self._bucket, time.time())
+            if not transaction.is_dirty(tx.db, self._bucket, self._key):  # put here meanwhile, and newer
+                transaction.publish(tx, self._bucket, info, part, NO_WRITE_CONDITION)
+                if has_doubtful_tags:
+                    transaction.doubt_tags(tx, self._bucket, self._key)
+
+        committer, locks = self._ways.cache.committer, self._ways.locks
+        async with locks.held(self._bucket, [self._key]):  # while others change the key, they end this fetch
+            await to_end(asyncio.ensure_future(committer.commit(publish, writer.pending())))
+        self._ways.tags.note(self._bucket, self._key, info.etag)
+
+    def _end_with(self, error: ObjectCacheError) -> None:
+        if self._arrival is not None:
+            self._arrival.fail(error)
+        elif not self.begun.done():
+            if isinstance(error, CallerError) and error.code in _ABSENT:
+                self.begun.set_result(None)
+            elif isinstance(error, CallerError) and error.code is ErrorCode.INVALID_RANGE:
+                self.begun.set_result(_of_another_size(0))  # only an empty object has no first byte
+            else:
+                self.begun.set_exception(error)
+
+
+def _of_another_size(nbytes: int) -> Extent:
+    """Stands for an object that is no chunk of the layout: it lies nowhere, and a delivery is refused for its size."""
+    return Extent("", 0, nbytes, b"")

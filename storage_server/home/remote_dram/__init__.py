@@ -1,0 +1,1 @@
+"""Chunks in the pooled memory of a Mooncake Store, between this server and the home."""

@@ -1,0 +1,331 @@
+"""Remote DRAM: chunks that this server or others have fetched from home, kept in memory that the hosts of a Mooncake
+Store put together. It is asked before home, and where it fails, home is asked.
+
+Its calls may hang for a minute where a host is stopped. So nobody waits for long, nothing waits behind a call that
+hangs, and a store that fails is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from hashlib import sha256
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.memory_area import SharedArea
+from objectcache.adapters.threads import to_end
+from storage_server.delivery.gather.landing import Landed, Landing
+from storage_server.home.key_locks import Name
+from storage_server.home.remote_dram import mooncake_process
+from storage_server.home.remote_dram.mooncake_process import MooncakeClient
+from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from storage_server.settings import RemoteDramSettings
+
+TURN_WAIT_S = 1.0
+"""So long a fetch waits until others have been read; then home is asked."""
+READ_WAIT_S = 1.0
+READ_BYTES_PER_S_MIN = 100e6
+"""An answer that takes longer than READ_WAIT_S, and its bytes at this rate, means that the store fails."""
+REMOVE_WAIT_S = 6.0
+REMOVE_ATTEMPTS = 5
+REMOVE_AGAIN_S = 0.2
+CLOSE_WAIT_S = 10.0
+ADMITS_FRACTION = 0.25
+"""Chunks that wait to be written there take no more than this fraction of landing memory; others are not kept."""
+PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
+"""After a failure the store is left alone for so long."""
+REMOVED_MAX = 65_536
+NOT_FOUND, NOT_READY, NO_ROOM = -704, -703, -200
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+Connect = Callable[[RemoteDramSettings, Sequence[SharedArea]], Awaitable[MooncakeClient]]
+
+
+class RemoteDram:
+    """The chunks of one home, which `namespace` names, as others keep them for at most `keep_s` (0: for ever). Used on
+    one event loop. `start` before use, `close` after.
+    """
+
+    def __init__(
+        self, settings: RemoteDramSettings, namespace: str, keep_s: float, connect: Connect | None = None
+    ) -> None:
+        self._settings = settings
+        self._prefix = f"objectcache/{sha256(namespace.encode()).hexdigest()[:16]}"
+        self._keep_s = keep_s
+        self._connect = connect
+        self._client: MooncakeClient | None = None
+        self._reading, self._writing, self._removing_turn = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._removing: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
+        self._entries = SharedArea(2 * ENTRY_BYTES)
+        """The entries of the chunk that is read, and of the one that is written."""
+        self.landing_area: SharedArea | None = None
+        self._breaker = Breaker(1, PAUSE_S_MIN, PAUSE_S_MAX)
+        self._is_closing = False
+        self._admits: dict[Name, object] = {}
+        """Chunks that wait to be written there, each with a token. A removal takes the token away."""
+        self._admitting_bytes = 0
+        self._landing_bytes = 0
+        self._written: tuple[Name, asyncio.Future[int]] | None = None
+        """The chunk that is being written there."""
+        self._removed: OrderedDict[Name, float] = OrderedDict()
+        """When chunks were removed last (Unix seconds): remote copies that were read from home before are ignored."""
+        self._removed_before = 0.0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self.hit_count = 0
+        self.miss_count = 0
+        self.failed_count = 0
+        self.read_bytes = 0
+        self.admitted_bytes = 0
+
+    def landing(self, nbytes: int) -> Landing:
+        """The memory that chunks come into, which the Mooncake process has, too."""
+        self.landing_area, self._landing_bytes = SharedArea(nbytes), nbytes
+        return Landing(nbytes, self.landing_area)
+
+    async def start(self) -> None:
+        """Begin to join the store. Raises RemoteDramError where its client is not installed."""
+        if self._connect is None:
+            mooncake_process.require_client()
+        self._join_again()
+
+    async def close(self) -> None:
+        """Leave the store. A call that hangs ends with the Mooncake process."""
+        self._is_closing = True
+        if self._joining is not None:
+            self._joining.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=CLOSE_WAIT_S)
+        if self._client is not None:
+            await self._client.close()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        for area in (self._entries, self.landing_area):
+            if area is not None:
+                area.close()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the store is there, and did not fail a moment ago."""
+        if not self.is_joined:
+            self._join_again()
+        return self.is_joined and not self._is_closing and not self._breaker.is_open(time.monotonic())
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the store was joined, and the process that did lives."""
+        return self._client is not None and self._client.is_running
+
+    def may_have(self, bucket: str, key: str) -> bool:
+        """Whether the store can be asked."""
+        return self.is_usable
+
+    def found_wrong(self, bucket: str, key: str) -> None:
+        """Distrust and remove a chunk whose bytes were wrong."""
+        self.distrust(bucket, [key])
+        self.begin_removal(bucket, [key])
+
+    async def read(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
+        """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved yet.
+        The memory is held until nothing writes there any more.
+        """
+        if not self.is_usable or not await self._has_turn():
+            return None
+        if not self.is_usable:
+            self._reading.release()
+            return None
+        nbytes = len(landed.view)
+        landed.hold()
+        call = self._call(self._get(bucket, key, landed.address, nbytes))
+
+        def end(_: object) -> None:
+            landed.release()
+            self._reading.release()
+
+        call.add_done_callback(end)
+        await asyncio.wait([call], timeout=READ_WAIT_S + nbytes / READ_BYTES_PER_S_MIN)
+        if not call.done():
+            self._failed("an answer takes too long")
+            return None
+        entry: RemoteEntry | None = self._result(call)
+        if entry is None or not self._is_believed(entry):
+            self.miss_count += 1
+            return None
+        self.hit_count += 1
+        self.read_bytes += nbytes
+        return entry
+
+    def admit(self, entry: RemoteEntry, landed: Landed) -> None:
+        """Keep a chunk there, behind all else."""
+        name = entry.bucket, entry.info.key
+        header = encode_entry(entry)
+        nbytes = len(landed.view)
+        waiting_bytes = self._admitting_bytes
+        has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_FRACTION * self._landing_bytes
+        if header is None or not self.is_usable or not has_room or not self._is_believed(entry):
+            return
+        landed.hold()
+        self._admitting_bytes += nbytes
+        token = self._admits[name] = object()
+        call = self._call(self._put(name, token, header, landed.address, nbytes))
+
+        def end(_: object) -> None:
+            landed.release()
+            self._admitting_bytes -= nbytes
+            if self._admits.get(name) is token:
+                del self._admits[name]
+            if not call.cancelled() and self._result(call):
+                self.admitted_bytes += nbytes
+
+        call.add_done_callback(end)
+
+    def distrust(self, bucket: str, keys: Sequence[str]) -> None:
+        """These chunks have changed: this server ignores remote copies that were read from home before now."""
+        now_s = time.time()
+        for key in keys:
+            self._admits.pop((bucket, key), None)
+            self._removed[bucket, key] = now_s
+            self._removed.move_to_end((bucket, key))
+        while len(self._removed) > REMOVED_MAX:
+            _, self._removed_before = self._removed.popitem(last=False)
+
+    async def remove(self, bucket: str, keys: Sequence[str]) -> None:
+        """Remove these chunks, as far as the store can be reached; and distrust them."""
+        self.distrust(bucket, keys)
+        call = self.begin_removal(bucket, keys)
+        if call is not None:
+            await asyncio.wait([call], timeout=REMOVE_WAIT_S)
+            if not call.done():
+                self._failed("a removal takes too long")
+            elif not call.cancelled():
+                self._result(call)
+
+    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
+        """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
+        is_stuck = self._removing is not None and not self._removing.done() and not self.is_usable
+        if not keys or not self.is_usable or is_stuck:
+            return None
+        names = [(bucket, key) for key in keys]
+        self._removing = self._call(self._remove(names))
+        return self._removing
+
+    async def _has_turn(self) -> bool:
+        """One chunk is read at a time. False where the turn does not come in time: the store is busy, and fails not."""
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await self._reading.acquire()
+        except TimeoutError:
+            self.miss_count += 1
+            return False
+        return True
+
+    def _is_believed(self, entry: RemoteEntry) -> bool:
+        removed_s = max(self._removed_before, self._removed.get((entry.bucket, entry.info.key), 0.0))
+        age_s = time.time() - entry.seen_at
+        return entry.seen_at > removed_s and (not self._keep_s or -self._keep_s < age_s < self._keep_s)
+
+    def _call(self, call: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    def _result(self, call: asyncio.Task[_T]) -> _T | None:
+        """The result of a call; None where it raised."""
+        error = call.exception()
+        if error is not None:
+            self._failed(f"Mooncake's client: {error!r}")
+            return None
+        return call.result()
+
+    def _join_again(self) -> None:
+        """Begin to join the store, unless that failed a moment ago."""
+        is_joining = self._joining is not None and not self._joining.done()
+        if not is_joining and not self._is_closing and not self._breaker.is_open(time.monotonic()):
+            self._joining = self._call(self._join())
+
+    async def _join(self) -> None:
+        assert self.landing_area is not None
+        connect = self._connect or mooncake_process.joined
+        try:
+            before, self._client = self._client, None
+            if before is not None:
+                await before.close()
+            self._client = await connect(self._settings, (self._entries, self.landing_area))
+        except Exception as error:  # whatever it is, home is there
+            self._failed(str(error))
+            return
+        self._breaker.succeeded()
+
+    async def _get(self, bucket: str, key: str, address: int, nbytes: int) -> RemoteEntry | None:
+        """The caller must hold `_reading`."""
+        assert self._client is not None
+        header = memoryview(self._entries.map)[:ENTRY_BYTES]
+        header[:] = bytes(ENTRY_BYTES)
+        code = await self._client.get(self._key(bucket, key), [(self._entries.address, ENTRY_BYTES), (address, nbytes)])
+        if code != ENTRY_BYTES + nbytes:
+            self._note(code)
+            return None
+        self._note(0)
+        entry = decode_entry(bytes(header), bucket, key)
+        return entry if entry is not None and entry.info.nbytes == nbytes else None
+
+    async def _put(self, name: Name, token: object, header: bytes, address: int, nbytes: int) -> bool:
+        """Whether the chunk is there now."""
+        async with self._writing:
+            if self._admits.get(name) is not token or not self.is_usable:
+                return False
+            assert self._client is not None
+            memoryview(self._entries.map)[ENTRY_BYTES : 2 * ENTRY_BYTES] = header
+            spans = [(self._entries.address + ENTRY_BYTES, ENTRY_BYTES), (address, nbytes)]
+            putting = asyncio.ensure_future(self._client.put(self._key(*name), spans))
+            self._written = name, putting
+            try:
+                code = await to_end(putting)
+            finally:
+                self._written = None
+            if code != NO_ROOM:
+                self._note(code)
+            return code == 0
+
+    async def _remove(self, names: Sequence[Name]) -> None:
+        """A chunk that is being written, here or by another server, cannot be removed before that has ended."""
+        async with self._removing_turn:
+            if self._written is not None and self._written[0] in names:
+                await asyncio.wait([self._written[1]], timeout=REMOVE_WAIT_S)
+            keys = [self._key(*name) for name in names]
+            for _ in range(REMOVE_ATTEMPTS):
+                if self._client is None:
+                    return
+                codes = await self._client.remove(keys)
+                self._note(min((code for code in codes if code != NOT_FOUND), default=0))
+                keys = [key for key, code in zip(keys, codes, strict=True) if code == NOT_READY]
+                if not keys:
+                    return
+                await asyncio.sleep(REMOVE_AGAIN_S)
+
+    def _note(self, code: int) -> None:
+        """An answer. One that comes during a pause was waited for too long, and says nothing good of the store."""
+        if code < 0 and code not in (NOT_FOUND, NOT_READY):
+            self._failed(f"Mooncake answered {code}")
+        elif not self._breaker.is_open(time.monotonic()):
+            self._breaker.succeeded()
+
+    def _failed(self, problem: str) -> None:
+        """Leave the store alone for a while."""
+        self.failed_count += 1
+        was_good = not self._breaker.failure_count
+        self._breaker.failed(time.monotonic())
+        if was_good:
+            _log.warning("remote DRAM: %s; home is asked instead", problem)
+
+    def _key(self, bucket: str, key: str) -> str:
+        """Mooncake's name of a chunk."""
+        return f"{self._prefix}/{bucket}/{quote(key, safe='/')}"

@@ -1,0 +1,1 @@
+"""An S3 service as the home of all objects."""

@@ -1,0 +1,383 @@
+"""Signed requests to an upstream S3 service: aiohttp carries them, botocore signs them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from yarl import URL
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.objects import ChecksumAlgorithm
+from descriptors.storage_api import Body
+from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.pieces import careful
+from objectcache.adapters.threads import computed
+from objectcache.adapters.trust import client_context
+from storage_server.home.fetch.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
+from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
+from storage_server.home.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
+from storage_server.home.rules.headers import etag_of, is_md5, require_plain
+from storage_server.home.rules.refusals import is_about, refusal, unreachable
+from storage_server.home.s3.sent_body import SentBody, checked_if_small
+from storage_server.settings import UpstreamSettings
+
+DOCUMENT_BYTES_MAX = 8 << 20
+"""A page of 1,000 keys of 1 KiB, percent-encoded, has half as many."""
+PAYLOAD_HASH = "payload_hash"
+FAILURES_MAX = 5
+HEAD_LINES_MAX, HEAD_LINE_BYTES_MAX = 512, 32 << 10
+"""The head of an answer has no more: any object that was put here needs less."""
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
+"""After so many failures in a row the service is left alone for so long."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer's head, with lower-case names, and its body while the request is open."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: aiohttp.StreamReader
+
+
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """A request whose body is a document, or none."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Upstream:
+    """One service. Every method raises ObjectCacheError: what upstream refuses, in its words; ServerError(SlowDown)
+    where it cannot be reached or breaks off.
+    """
+
+    def __init__(self, settings: UpstreamSettings) -> None:
+        self.settings = settings
+        self._credentials = Credentials(settings.access_key, settings.secret_key)
+        self._base = settings.endpoint.rstrip("/")
+        self._host = urlsplit(self._base).netloc
+        self._session: aiohttp.ClientSession | None = None
+        self._breaker = Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
+        self._bulk = BulkReads(settings)
+        self._takes_trailers = True
+        self._one_document = asyncio.Lock()
+        self.failed_count = 0
+        """How many requests the service did not answer, or was too busy for."""
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """As the breaker counts them."""
+        return self._breaker.failure_count
+
+    async def start(self) -> None:
+        """Make the pool of connections; none is opened yet."""
+        await asyncio.to_thread(prepare)
+        settings = self.settings
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
+        )
+        is_tls = settings.endpoint.startswith("https:")
+        trusted = await asyncio.to_thread(client_context) if is_tls else True
+        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max, ssl=trusted))
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            middlewares=(_once,),
+            max_line_size=HEAD_LINE_BYTES_MAX,
+            max_field_size=HEAD_LINE_BYTES_MAX,
+            max_headers=HEAD_LINES_MAX,
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.to_thread(self._bulk.close)
+
+    async def call(self, operation: str, headers: Mapping[str, str] | None = None, **parameters: Any) -> dict[str, Any]:
+        """An operation of the S3 API whose request and answer are documents, by the names of botocore's model;
+        `headers` are added.
+        """
+        return await self.ask(dict, operation, headers, **parameters)
+
+    async def ask(
+        self,
+        read: Callable[[dict[str, Any]], _T],
+        operation: str,
+        headers: Mapping[str, str] | None = None,
+        **parameters: Any,
+    ) -> _T:
+        """`call`, and what `read` makes of the answer. It runs in a thread where the answer is long."""
+        sent = await self._beside(
+            lambda: self._written(operation, headers or {}, parameters), is_long=has_many_entries(parameters)
+        )
+        async with self._answer(sent.method, sent.target, sent.headers, sent.body) as answer:
+            body = await _whole(answer.content)
+            return await self._beside(
+                lambda: result_of(operation, answer.status, answer.headers, body, read),
+                is_long=len(body) > HERE_BYTES_MAX,
+            )
+
+    async def _beside(self, work: Callable[[], _T], *, is_long: bool) -> _T:
+        """The result of `work`; beside the event loop where it is long, and then one at a time. Threads that compute
+        take turns with the loop, so that many would leave it little.
+        """
+        if not is_long:
+            return work()
+        async with self._one_document:
+            return await computed(work, is_long=True)
+
+    def _written(self, operation: str, headers: Mapping[str, str], parameters: Mapping[str, Any]) -> _Signed:
+        call = call_of(operation, parameters)
+        wanted = {**call.headers, **headers}
+        if call.body:
+            wanted["Content-MD5"] = base64.b64encode(hashlib.md5(call.body, usedforsecurity=False).digest()).decode()
+        return _Signed(call.method, call.target, self._signed(call.method, call.target, wanted, call.body), call.body)
+
+    def open(
+        self,
+        method: str,
+        bucket: str,
+        key: str,
+        headers: Mapping[str, str],
+        query: str = "",
+        body: SentBody | None = None,
+    ) -> Any:
+        """A request about one object, as a context that gives the Answer; the body of the answer is read in it."""
+        target, sent = _target(bucket, key, query), b"" if body is None else body
+        return self._answer(method, target, self._signed(method, target, headers, sent), sent)
+
+    @asynccontextmanager
+    async def open_into(
+        self, bucket: str, key: str, headers: Mapping[str, str], into: Into
+    ) -> AsyncIterator[tuple[Head, asyncio.Future[None]]]:
+        """A GET whose body goes straight into memory, as a context that gives the answer's head, and when the body is
+        there.
+        """
+        target = _target(bucket, key, "")
+        signed = self._signed("GET", target, headers, b"")
+
+        async def begun() -> BulkRead:
+            reading = self._bulk.read(target, signed, into)
+            try:
+                head = await asyncio.shield(reading.head)
+            except BaseException:
+                await reading.end()
+                raise
+            if head.status >= 300:
+                await reading.end()
+                raise refusal(head.status, head.document, head.headers.get("retry-after"))
+            return reading
+
+        reading = await self._tried("GET", None, begun)
+        try:
+            yield reading.head.result(), reading.body
+        finally:
+            await reading.end()
+
+    async def prepared(self, body: Body, nbytes: int, algorithm: ChecksumAlgorithm | None) -> SentBody:
+        """A caller's body for `put`. Raises the body's own error where it is small and not what its sender says."""
+        held = await checked_if_small(body, nbytes, algorithm)
+        return SentBody(held, nbytes, algorithm, with_trailer=self._takes_trailers)
+
+    async def put(
+        self, bucket: str, key: str, headers: Mapping[str, str], query: str, sent: SentBody
+    ) -> Mapping[str, str]:
+        """Store a body; the headers of the answer. Raises the body's own error where that ended it, and
+        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent.
+        """
+        known = {**headers, **sent.headers}
+        if "content-encoding" in headers:  # the object's own stays with it
+            known["Content-Encoding"] = ",".join(
+                filter(None, (sent.headers.get("Content-Encoding"), headers["content-encoding"]))
+            )
+            del known["content-encoding"]
+        try:
+            async with self.open("PUT", bucket, key, known, query, sent) as answer:
+                await _whole(answer.content)
+                headers_back: Mapping[str, str] = answer.headers
+        except ObjectCacheError as error:
+            if sent.failure is not None:
+                raise sent.failure from None
+            if sent.has_trailer and is_about(error, *_NO_TRAILERS):
+                self._takes_trailers = False
+                problem = "the upstream store knows no checksum trailers, and gets none from now on"
+                raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
+            raise
+        etag = etag_of(headers_back.get("etag"))
+        if is_md5(etag) and etag != sent.hashes.etag:
+            problem = "the upstream store keeps other bytes than were sent"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+        return headers_back
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
+    ) -> AsyncIterator[Answer]:
+        sent = body if isinstance(body, SentBody) else None
+        async with await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response:
+            lower = {name.lower(): value for name, value in response.headers.items()}
+            yield Answer(response.status, lower, response.content)
+
+    async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
+        """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may
+        have been carried out. The breaker is told of every end of a try; so a request that is refused here is refused
+        before this.
+        """
+        for attempt in count(1):
+            await self._require_not_failing(has_body=body is not None)
+            try:
+                answered = await send()
+            except ObjectCacheError as error:
+                if body is not None and body.failure is not None:
+                    self._breaker.gave_up()
+                    raise
+                if not isinstance(error, ServerError) or not error.retryable:
+                    self._breaker.succeeded()
+                    raise
+                self.failed_count += 1
+                self._note_failure(error)
+                if method not in _READS or attempt == ATTEMPTS_MAX:
+                    raise
+                await asyncio.sleep(pause_before_next_s(attempt))
+                continue
+            except BaseException:
+                self._breaker.gave_up()
+                raise
+            self._breaker.succeeded()
+            return answered
+        raise AssertionError("the loop ends by itself")
+
+    async def _require_not_failing(self, *, has_body: bool) -> None:
+        """After a pause a request tries whether the service is well, and others wait. A body may take as long to come
+        as its sender likes, so that a request of ours tries in its place.
+        """
+        wait_s = self._breaker.wait_s(time.monotonic())
+        if wait_s:
+            problem = "the upstream store fails, and is asked again in a while"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=math.ceil(wait_s))
+        if not has_body or not self._breaker.is_trying:
+            return
+        try:
+            async with await self._request("HEAD", "/", self._signed("HEAD", "/", {}, b""), b""):
+                self._breaker.succeeded()
+        except ObjectCacheError as error:
+            if not isinstance(error, ServerError) or not error.retryable:
+                self._breaker.succeeded()
+                return
+            self._note_failure(error)
+            raise
+        except BaseException:
+            self._breaker.gave_up()
+            raise
+
+    def _note_failure(self, error: ServerError) -> None:
+        """An answer that is wrong, or that the service failed at, may be about one object, which a tenant can make.
+        Only a service that is busy, or cannot be reached, fails for all.
+        """
+        if error.code is ErrorCode.SLOW_DOWN:
+            self._breaker.failed(time.monotonic())
+        else:
+            self._breaker.succeeded()
+
+    async def _request(
+        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
+    ) -> aiohttp.ClientResponse:
+        assert self._session is not None, "start comes first"
+        data = aiter(body) if isinstance(body, SentBody) else body or None
+        try:
+            response = await self._session.request(
+                method,
+                URL(self._base + target, encoded=True),
+                headers=signed,
+                data=data,
+                allow_redirects=False,
+                skip_auto_headers=_AUTOMATIC,
+            )
+            if response.status < 300:
+                return response
+            async with response:
+                document = await response.content.read(ERROR_BYTES_MAX)
+        except aiohttp.ClientResponseError as error:  # of a head that is none, or too large
+            problem = f"the upstream store's answer makes no sense: {error.message}"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True) from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise unreachable(str(error) or type(error).__name__) from error
+        raise refusal(response.status, document, response.headers.get("Retry-After"))
+
+    def _signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody) -> dict[str, str]:
+        require_plain(target)
+        known = body if isinstance(body, bytes) else b""
+        request = AWSRequest(method=method, url=self._base + target, data=known, headers=dict(headers))
+        if isinstance(body, SentBody):
+            request.context[PAYLOAD_HASH] = body.payload_hash
+        _Signer(self._credentials, "s3", self.settings.region).add_auth(request)
+        signed = dict(request.headers.items())
+        if isinstance(body, bytes):
+            signed["Content-Length"] = str(len(body))
+        return signed
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A change is sent once. aiohttp sends a PUT or DELETE again by itself where a connection that was kept alive ends
+    without an answer; a condition that the first one has met and changed would then refuse the second.
+    """
+    try:
+        return await send(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        if request.method in _READS or isinstance(error, aiohttp.ClientConnectorError):
+            raise
+        raise unreachable(str(error) or type(error).__name__) from error
+
+
+def _target(bucket: str, key: str, query: str) -> str:
+    path = f"/{quote(bucket, safe='')}/{quote(key, safe='/-_.~')}"
+    return f"{path}?{query}" if query else path
+
+
+class _Signer(S3SigV4Auth):  # type: ignore[misc]
+    """Botocore's signer. The body of a stream is not signed: its hash is not known before its last byte."""
+
+    def payload(self, request: Any) -> str:
+        return str(request.context.get(PAYLOAD_HASH) or super().payload(request))
+
+
+_AUTOMATIC = ("Content-Type", "User-Agent", "Accept", "Accept-Encoding")
+"""Headers that aiohttp would add, which are not signed and of which Content-Type would be kept with an object."""
+
+
+_NO_TRAILERS = (ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, ErrorCode.NOT_IMPLEMENTED)
+"""Answers of services to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
+_READS = frozenset({"GET", "HEAD"})
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    body = bytearray()
+    try:
+        async for piece in content.iter_any():
+            body += piece
+            if len(body) > DOCUMENT_BYTES_MAX:
+                raise unreachable(f"a document of more than {DOCUMENT_BYTES_MAX} bytes")
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise unreachable(str(error) or type(error).__name__) from error
+    return bytes(body)

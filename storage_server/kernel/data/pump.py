@@ -1,0 +1,104 @@
+"""Reading and sending a large object in one thread: each piece is sent while it is still in the processor's cache, and
+no thread waits for another between two pieces.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
+
+from descriptors.objects import ByteRange
+from descriptors.storage_api import SendSome
+from descriptors.units import MIB
+from storage_server.kernel.data.buffers import BufferPool, BufferShare
+from storage_server.kernel.data.io_threads import IoThreads
+
+TURN_BYTES = 16 * MIB
+PATIENCE_S = 0.03
+
+
+class Turn(Enum):
+    """Why a thread's turn ended: everything is sent, others wait for the thread, or the connection is full for now."""
+
+    DONE = auto()
+    MORE = auto()
+    BLOCKED = auto()
+
+
+class ExtentPump:
+    """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes.
+
+    A turn sends at most TURN_BYTES. It waits for a full connection only within its first PATIENCE_S, and only while
+    nobody else waits for the thread.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, memoryview], None],
+        span: ByteRange,
+        share: BufferShare,
+        buffers: BufferPool,
+        io: IoThreads,
+    ) -> None:
+        self._read = read
+        self._at = span.start
+        self._end = span.start + span.length
+        self._share = share
+        self._buffers = buffers
+        self._buffer: memoryview | None = None
+        self._io = io
+        self._unsent = memoryview(b"")
+
+    async def prime(self) -> None:
+        """Read the first piece. Raises ServerError(InternalError)."""
+        self._buffer = self._buffers.take()
+        await self._io.run(partial(self._read_next, self._buffer))
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        buffer, self._buffer, self._unsent = self._buffer, None, memoryview(b"")
+        if buffer is not None:
+            self._buffers.give_back(buffer)
+
+    async def send(self, send_some: SendSome, fd: int) -> bool:
+        """See descriptors.storage_api.Pump."""
+        if self._buffer is None:
+            raise RuntimeError("prime() was not called")
+        turn = Turn.MORE
+        while turn is Turn.MORE:
+            turn = await self._io.run(partial(self._turn, self._buffer, send_some, fd))
+        return turn is Turn.DONE
+
+    def _turn(self, buffer: memoryview, send_some: SendSome, fd: int) -> Turn:
+        stop_at = self._at + TURN_BYTES
+        patient_until_s = time.monotonic() + PATIENCE_S
+        while True:
+            while self._unsent:
+                try:
+                    self._unsent = self._unsent[send_some(self._unsent) :]
+                except BlockingIOError:
+                    if self._io.has_queue or not _writable(fd, patient_until_s):
+                        return Turn.BLOCKED
+            if self._at == self._end:
+                return Turn.DONE
+            if self._at >= stop_at:
+                return Turn.MORE
+            self._read_next(buffer)
+
+    def _read_next(self, buffer: memoryview) -> None:
+        view = buffer[: min(self._share.piece_bytes, self._end - self._at)]
+        self._read(self._at, view)
+        self._at += len(view)
+        self._unsent = view
+
+
+def _writable(fd: int, until_s: float) -> bool:
+    left_ms = 1000 * (until_s - time.monotonic())
+    if left_ms <= 0:
+        return False
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(left_ms))

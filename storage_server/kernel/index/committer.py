@@ -1,0 +1,513 @@
+"""Group commit: one thread makes the writes of several callers durable and publishes them together.
+
+strict   per batch: write small bodies, sync the segments, then commit one transaction, synced. Then answer.
+relaxed  per batch: commit one transaction, not synced. Every `RELAXED_SYNC_INTERVAL_S`: sync all segments and the
+index.
+
+When a commit removes the last row of a file, the file is deleted only after that commit is durable. The reason: after a
+power cut the index may be as it was before the commit, and would name the file again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.objects import BucketCache
+from objectcache.adapters.beneath import Beneath
+from storage_server.kernel.data.disk import Disk, disk_error
+from storage_server.kernel.data.extents import Hole
+from storage_server.kernel.data.segments import Pending, WriteFile
+from storage_server.kernel.data.space import Space
+from storage_server.kernel.index.identity import Identity, Mark, count_transaction, read_identity
+from storage_server.kernel.index.reserve import Reserve
+from storage_server.kernel.index.resolved import ResolvedKeys
+from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shrink
+from storage_server.kernel.index.transaction import Transaction, version_counter
+from storage_server.kernel.rules.rows import KeyChange
+from storage_server.planning.durability import Durability
+
+BATCH_MAX = 256
+PENDING_MAX = 2048
+RELAXED_SYNC_INTERVAL_S = 1.0
+SHRINK_PAUSE_S = 0.05
+FAILURE_PAUSE_S = 0.1
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+Change = Callable[[Transaction], Any]
+
+
+class SharedJournal(Protocol):
+    """The journal from which other servers keep indexes of their own. A ServerError that a method raises undoes the
+    transaction.
+    """
+
+    def catch_up(self, tx: Transaction) -> None:
+        """The transaction begins: carry out the changes that the journal has and this index has lost."""
+
+    def append_to_journal(self, tx: Transaction) -> None:
+        """Write down the changes of the transaction, which are all made. It is committed next."""
+
+
+class _Sync:
+    """In the queue: sync soon, somebody waits for space."""
+
+
+@dataclass(slots=True)
+class _Job:
+    change: Change
+    pending: Pending | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    frees: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    is_settled: bool = False
+
+    def settle(self) -> None:
+        if self.future.cancelled():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+class Committer:
+    """Owns the index's writing connection. Keys that a transaction changed are removed from `resolved`. The thread
+    calls `dispose` with files that no row names. It calls `punch` with freed locations in other files, `punch_delay_s`
+    after nobody in this process can find them any more. `mark` records the number of transactions. `space` is told
+    which bytes are about to be given back, and `on_changes` what keys show, and what the parts of open uploads take
+    more, by buckets, once it is committed. `journal` is where other servers read of each transaction; it has the
+    transaction before its commit.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        durability: Durability,
+        disk: Disk,
+        dispose: Callable[[str], None],
+        punch: Callable[[Sequence[Hole]], None],
+        punch_delay_s: float,
+        resolved: ResolvedKeys,
+        mark: Mark,
+        space: Space,
+        on_changes: Callable[[Sequence[KeyChange], Mapping[str, int], Mapping[str, BucketCache | None]], None],
+        journal: SharedJournal | None = None,
+    ) -> None:
+        self._path = path
+        self._space = space
+        self._on_changes = on_changes
+        self._journal = journal
+        self._marked = mark
+        self._durability = durability
+        self._disk = disk
+        self._dispose = dispose
+        self._punch = punch
+        self._punch_delay_s = punch_delay_s
+        self._resolved = resolved
+        self._holes: list[Hole] = []
+        self._punches: deque[tuple[float, Hole]] = deque()
+        self._queue: queue.SimpleQueue[_Job | str | _Sync | None] = queue.SimpleQueue()
+        self._is_sync_wanted = False
+        self._pending = 0
+        self._considered: set[str] = set()
+        self._unsynced: dict[str, WriteFile] = {}
+        self._dead: list[str] = []
+        self._synced_at = time.monotonic()
+        self._is_dirty = False
+        self._reserve = Reserve(Beneath(path.parent))
+        self.db = _opened(path, self._reserve)
+        self._reserve.keep()
+        self._can_shrink = can_shrink(self.db)
+        self._is_shrinking = False
+        self._store_number = read_identity(self.db).number
+        self.transaction_count = 0
+        """How many transactions were committed since the start."""
+        self.change_count = 0
+        """How many changes these transactions carried out."""
+        self._versions = version_counter(next_version(self.db))
+        self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Carry out the submitted changes, sync, and close."""
+        self._queue.put(None)
+        self._thread.join()
+        self.db.close()
+        self._marked.close()
+
+    async def commit(
+        self, change: Callable[[Transaction], _T], pending: Pending | None = None, *, frees: bool = False
+    ) -> _T:
+        """Write and sync what is `pending`, then carry out one change. On return the change is as durable as the mode
+        promises. A change that `frees` space can be carried out on a full disk.
+
+        Raises what the change raises; ServerError (InsufficientStorage, InternalError, SlowDown) when the disk or the
+        index fails. After an error nothing of the change shows.
+        """
+        if not frees:
+            self.require_space()
+        if self._pending >= PENDING_MAX:
+            raise ServerError(ErrorCode.SLOW_DOWN, "too many changes wait for the disk", retryable=True)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+        self._pending += 1
+        if pending is not None:
+            pending.file.hold()
+            pending.may_be_named = True
+        self._queue.put(_Job(change, pending, loop, future, frees))
+        try:
+            return await future
+        finally:
+            self._pending -= 1
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether some changes were carried out and are not durable yet, as happens under relaxed durability."""
+        return self._is_dirty
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a change is under way."""
+        return self._pending > 0
+
+    def require_space(self) -> None:
+        """Raises ServerError(InsufficientStorage) while the disk is full, or the directory has reached its bound: the
+        last space is kept for removals.
+        """
+        if self._reserve.was_needed:
+            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left on the disk", retryable=True)
+        if not self._space.has_index_room:
+            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no room for the index", retryable=True)
+
+    def consider(self, file_id: str) -> None:
+        """Delete this file soon if no row names it. May be called from any thread."""
+        self._queue.put(file_id)
+
+    def sync_soon(self) -> None:
+        """Make what was carried out durable now, so that space that it freed is given back. May be called from any
+        thread.
+        """
+        self._queue.put(_Sync())
+
+    def _run(self) -> None:
+        open_for_more = True
+        while open_for_more:
+            batch, open_for_more = self._next_batch()
+            try:
+                if batch or self._considered:
+                    self._carry_out(batch)
+                is_due = time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S
+                if is_due or self._is_sync_wanted or not open_for_more:
+                    self._is_sync_wanted = False
+                    self._sync_relaxed()
+                    self._reserve.keep()
+                self._give_space_back()
+                self._shrink_index()
+            except Exception as error:  # the thread must live on, or callers would wait for ever
+                _log.exception("the committer goes on after this")
+                self._rollback()
+                for job in batch:
+                    if not job.is_settled:
+                        job.error = index_error(error)
+                self._answer(batch)
+                time.sleep(FAILURE_PAUSE_S)
+
+    def _answer(self, batch: list[_Job]) -> None:
+        unsettled = [job for job in batch if not job.is_settled]
+        for job in unsettled:
+            job.is_settled = True
+            if job.pending is not None:
+                job.pending.file.release()
+        for loop in {job.loop for job in unsettled}:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+                loop.call_soon_threadsafe(_settle, [job for job in unsettled if job.loop is loop])
+
+    def _next_batch(self) -> tuple[list[_Job], bool]:
+        """Wait for a job, and take all jobs that have come; the second value says whether more may come."""
+        batch: list[_Job] = []
+        idle = not (self._is_dirty or self._considered or self._punches or self._reserve.is_gone or self._is_shrinking)
+        try:
+            wait_s = SHRINK_PAUSE_S if self._is_shrinking else RELAXED_SYNC_INTERVAL_S
+            item = self._queue.get(timeout=None if idle else wait_s)
+            while item is not None:
+                if isinstance(item, _Sync):
+                    self._is_sync_wanted = True
+                elif isinstance(item, str):
+                    self._considered.add(item)
+                else:
+                    batch.append(item)
+                if len(batch) == BATCH_MAX:
+                    return batch, True
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return batch, True
+        return batch, False
+
+    def _carry_out(self, batch: list[_Job]) -> None:
+        for job in batch:
+            job.error = _write(job.pending, self._disk)
+        if self._durability is Durability.STRICT:
+            written = [job for job in batch if job.pending is not None and job.error is None]
+            failed = _sync({job.pending.file.file_id: job.pending.file for job in written if job.pending})
+            for job in written:
+                if job.pending is not None:
+                    job.error = failed.get(job.pending.file.file_id)
+        else:
+            self._keep_unsynced(batch)
+        try:
+            dead = self._transact_even_if_full(batch)
+        except (sqlite3.Error, ServerError) as error:
+            for job in batch:
+                job.error = job.error or index_error(error)
+            self._answer(batch)
+            return
+        self._considered.clear()
+        if self._space.bound_bytes is not None:
+            self._space.measure()
+        self._answer(batch)
+        self._dead += dead
+        if self._durability is Durability.STRICT:
+            self._dispose_dead()
+
+    def _transact_even_if_full(self, batch: list[_Job]) -> list[str]:
+        """Do what `_transact` does. On a full disk use the reserve, and carry out only the changes that free space."""
+        try:
+            return self._transact(batch)
+        except sqlite3.Error as error:
+            if not (is_full(error) and any(job.frees for job in batch) and self._reserve.give_up()):
+                raise
+            for job in batch:
+                job.error = None if job.frees else job.error or index_error(error)
+            dead = self._transact(batch)
+            self._shorten_log()
+            return dead
+
+    def _transact(self, batch: list[_Job]) -> list[str]:
+        """Carry the batch out in one transaction; returns the files that no row names after it. Raises sqlite3.Error,
+        and then nothing has changed.
+        """
+        tx = Transaction(self.db, self._versions, synced=self._durability is Durability.STRICT)
+        tx.released |= self._considered
+        strict = self._durability is Durability.STRICT
+        try:
+            self.db.execute(f"PRAGMA synchronous={'FULL' if strict else 'NORMAL'}")
+            self.db.execute("BEGIN IMMEDIATE")
+            if self._journal is not None:
+                self._journal.catch_up(tx)
+            for job in batch:
+                if job.error is None:
+                    _carry_out_one(tx, job)
+            if self._journal is not None:
+                self._journal.append_to_journal(tx)
+            # This write also replaces what a failed commit may have left in the log, before the files it named go.
+            transactions = count_transaction(self.db)
+            dead = tx.dead_files()
+            holes = tx.holes()
+            self.db.execute("COMMIT")
+            self._on_changes(tx.changes, tx.part_bytes, tx.caches)
+            self._space.doom(holes)
+            self.transaction_count += 1
+            self.change_count += sum(job.error is None for job in batch)
+        except BaseException:
+            self._rollback()
+            raise
+        finally:  # also after a failed commit, since it may have changed rows
+            self._forget_changed_keys(tx)
+        if strict:
+            self._mark(transactions)
+        self._holes += holes
+        return dead
+
+    def _mark(self, transactions: int) -> None:
+        """Record in the mark that the transaction is durable. An index without it is then known to be an old one."""
+        with contextlib.suppress(OSError):  # with an older mark, fewer old indexes are noticed; nothing else is lost
+            self._marked.write(Identity(self._store_number, transactions))
+
+    def _forget_changed_keys(self, tx: Transaction) -> None:
+        if tx.has_moved:
+            self._resolved.forget_all()
+        elif tx.changes or tx.moved:
+            self._resolved.forget({(change.bucket, change.key) for change in tx.changes} | tx.moved)
+
+    def _rollback(self) -> None:
+        if not self.db.in_transaction:
+            return
+        try:
+            self.db.execute("ROLLBACK")
+        except sqlite3.Error:  # a connection that cannot roll back is replaced
+            self.db.close()
+            self.db = connect(self._path)
+
+    def _keep_unsynced(self, batch: list[_Job]) -> None:
+        self._is_dirty = True
+        for job in batch:
+            if job.pending is not None and job.pending.file.file_id not in self._unsynced:
+                job.pending.file.hold()
+                self._unsynced[job.pending.file.file_id] = job.pending.file
+
+    def _sync_relaxed(self) -> None:
+        """Make everything so far survive power loss. A file that could not be synced keeps `synced` = 0 in its rows."""
+        self._synced_at = time.monotonic()
+        if not self._is_dirty:
+            return
+        failed = _sync(self._unsynced)
+        marks = [(file_id,) for file_id in self._unsynced if file_id not in failed]
+        try:
+            transactions = self._note_synced(marks)
+        except sqlite3.Error as error:
+            if not (is_full(error) and self._reserve.give_up()):
+                return
+            try:  # only now may the space of deleted bytes be given back
+                transactions = self._note_synced(marks)
+            except sqlite3.Error:
+                return
+            self._shorten_log()
+        self._mark(transactions)
+        for file in self._unsynced.values():
+            file.release()
+        self._unsynced.clear()
+        self._is_dirty = False
+        self._dispose_dead()
+
+    def _note_synced(self, marks: Sequence[tuple[str]]) -> int:
+        """Record that the extents of these files survive power loss; returns the transaction's number. Raises
+        sqlite3.Error, and then nothing has changed.
+        """
+        try:
+            self.db.execute("PRAGMA synchronous=FULL")
+            self.db.execute("BEGIN IMMEDIATE")
+            self.db.executemany("UPDATE extents SET synced = 1 WHERE file_id = ? AND synced = 0", marks)
+            transactions = count_transaction(self.db)
+            self.db.execute("COMMIT")
+        except sqlite3.Error:
+            self._rollback()
+            raise
+        return transactions
+
+    def _shorten_log(self) -> None:
+        """Shorten SQLite's log, because its space can be used for changes, too."""
+        with contextlib.suppress(sqlite3.Error):
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _dispose_dead(self) -> None:
+        """Delete the files that lost their last row and still have none; a segment may have got new rows since."""
+        while self._dead:
+            file_id = self._dead[-1]
+            if self.db.execute("SELECT 1 FROM extents WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is None:
+                self._dispose(file_id)
+            self._dead.pop()
+        due_s = time.monotonic() + self._punch_delay_s
+        self._punches.extend((due_s, hole) for hole in self._holes)
+        self._holes.clear()
+
+    def _give_space_back(self) -> None:
+        """Punch the holes that are due. Readers in other processes have had time to end."""
+        now_s = time.monotonic()
+        due: list[Hole] = []
+        while self._punches and self._punches[0][0] <= now_s:
+            due.append(self._punches.popleft()[1])
+        self._punch(due)
+
+    def _shrink_index(self) -> None:
+        """Rows that were deleted leave empty pages: without this the index would be as large as it ever was, and its
+        bytes count in the bound of the directory.
+        """
+        if not self._can_shrink:
+            return
+        was_shrinking, self._is_shrinking = self._is_shrinking, False
+        with contextlib.suppress(sqlite3.Error):  # the disk is full: other changes tell whom it concerns
+            self._is_shrinking = shrink(self.db)
+        if was_shrinking and not self._is_shrinking:
+            self._shorten_log()
+            if self._space.bound_bytes is not None:
+                self._space.measure()
+                self._space.freed()
+
+
+def _carry_out_one(tx: Transaction, job: _Job) -> None:
+    try:
+        with tx.step():
+            job.result = job.change(tx)
+        if job.pending is not None:
+            job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
+    except sqlite3.Error as error:
+        if is_full(error) or not tx.db.in_transaction:
+            raise  # the index takes no more changes, or SQLite rolled the whole transaction back
+        job.error = index_error(error)
+    except Exception as error:  # the change itself refuses: it has left no row
+        job.error = error
+        if job.pending is not None:
+            job.pending.may_be_named = False
+
+
+def _write(pending: Pending | None, disk: Disk) -> ServerError | None:
+    if pending is not None and pending.data:
+        try:
+            pending.file.write(pending.data, pending.offset, disk)
+        except OSError as error:
+            return disk_error(error, "writing")
+    return None
+
+
+def _sync(files: dict[str, WriteFile]) -> dict[str, ServerError]:
+    """Sync each file; returns the error of each file that failed."""
+    failed = {}
+    for file_id, file in files.items():
+        try:
+            file.sync()
+        except OSError as error:
+            failed[file_id] = disk_error(error, "syncing")
+    return failed
+
+
+def _settle(jobs: list[_Job]) -> None:
+    for job in jobs:
+        job.settle()
+
+
+def _opened(path: Path, reserve: Reserve) -> sqlite3.Connection:
+    """Open the index, or make a new one. On a full disk the reserve is given up for it."""
+    try:
+        return _open(path)
+    except sqlite3.OperationalError as error:
+        if not (is_full(error) and reserve.give_up()):
+            raise
+        return _open(path)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = connect(path)
+    try:
+        create(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether the error says that the disk is full."""
+    return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+
+
+def index_error(error: Exception) -> ServerError:
+    """The ServerError for an error of SQLite, or around it."""
+    if isinstance(error, ServerError):
+        return error
+    if isinstance(error, sqlite3.Error) and is_full(error):
+        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left for the index", retryable=True)
+    return ServerError(ErrorCode.INTERNAL_ERROR, "the index could not be written", retryable=True)

@@ -1,0 +1,238 @@
+"""Reads of the store: objects, listings and prefixes. They need only the index and the files, so any process may do
+them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from itertools import chain
+
+from descriptors.conditions import check_read
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule, expiry
+from descriptors.objects import (
+    BucketInfo,
+    ByteRange,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectPart,
+    ReadHead,
+    ReadRequest,
+)
+from descriptors.storage_api import ObjectRead
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
+from storage_server.kernel.data.bodies import BodyReader
+from storage_server.kernel.data.extents import ExtentFiles
+from storage_server.kernel.index import queries, transaction
+from storage_server.kernel.index.reader import IndexReader, pinned
+from storage_server.kernel.index.resolved import ResolvedKeys
+from storage_server.kernel.rules.damaged import DamagedObjects
+from storage_server.kernel.rules.listing import list_page
+from storage_server.kernel.rules.reading import is_taken, resolve_range, usable_prefix
+from storage_server.kernel.rules.rows import StoredObject
+from storage_server.kernel.slow_readers import SlowReaders
+from storage_server.kernel.watcher import Watcher
+from storage_server.planning.extent import Extent
+from storage_server.planning.forms import Takes
+
+EXTENTS_HERE = 256
+"""An object of 10,000 parts takes tens of milliseconds."""
+
+
+class Reads:
+    """The calls of the ObjectsApi that only read, and the chunks of a descriptor."""
+
+    def __init__(
+        self,
+        index: IndexReader,
+        files: ExtentFiles,
+        bodies: BodyReader,
+        resolved: ResolvedKeys | None,
+        watcher: Watcher | None = None,
+        readers: SlowReaders | None = None,
+    ) -> None:
+        self._index = index
+        self._files = files
+        self._bodies = bodies
+        self._resolved = resolved
+        self._watcher = watcher or Watcher()
+        self._readers = readers or SlowReaders(lambda: None, lambda: False, files.withheld_bytes)
+        self.damaged = DamagedObjects()
+
+    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
+        return self._index.here(lambda db: queries.bucket(db, bucket))
+
+    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+        return await self._index.threaded(queries.buckets)
+
+    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        return self._index.here(lambda db: queries.lifecycle(db, bucket))
+
+    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        return await self.get_lifecycle(access_key, bucket)
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
+        head, _ = self._index.here(lambda db: _find_read(db, request, extents_max=0))
+        return head
+
+    @asynccontextmanager
+    async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        """The object as it is now; its bytes stay readable until the context ends."""
+
+        async with (
+            pinned(self._files, lambda: self._find_read(request)) as (head, extents),
+            self._reading(access_key, extents),
+            aclosing(self._bodies.pieces(extents, head.range)) as pieces,
+        ):
+            self._watcher.note_read(request.bucket, (request.key,))
+            with self._bodies.pump(extents, head.range) as pump:
+                yield ObjectRead(head, pieces, pump)
+
+    @asynccontextmanager
+    async def _reading(self, access_key: str, extents: Sequence[Extent]) -> AsyncIterator[None]:
+        with self._readers.reading(access_key, extents):
+            yield
+
+    @asynccontextmanager
+    async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
+        """Open an object as `open_object` does, for a caller that reads the bytes itself."""
+
+        async with pinned(self._files, lambda: self._find_read(request)) as found:
+            self._watcher.note_read(request.bucket, (request.key,))
+            yield found
+
+    async def _find_read(self, request: ReadRequest) -> tuple[ReadHead, list[Extent]]:
+        """Few extents are read here, because a hand-over to a thread would cost more than they do."""
+        head, extents = self._index.here(lambda db: _find_read(db, request, extents_max=EXTENTS_HERE))
+        if extents is None:
+            head, extents = await self._index.threaded(lambda db: _find_read(db, request, extents_max=None))
+        return head, extents or []
+
+    @asynccontextmanager
+    async def open_stored(self, bucket: str, key: str) -> AsyncIterator[tuple[StoredObject | None, Sequence[Extent]]]:
+        """The object of a key, with its extents, readable until the context ends. It does not count as a use. None
+        where the key shows nothing.
+        """
+
+        async def find() -> tuple[StoredObject | None, list[Extent]]:
+            return self._index.here(lambda db: queries.stored(db, bucket, key))
+
+        async with pinned(self._files, find) as found:
+            yield found
+
+    def stored(self, bucket: str, key: str) -> StoredObject | None:
+        """The object of a key; None where there is none."""
+        return self._index.here(lambda db: transaction.find_object(db, bucket, key))
+
+    def locations(self, bucket: str, key: str) -> list[Extent]:
+        """Where the bytes of what a key shows lie; nobody keeps them there."""
+        return self._index.here(lambda db: queries.stored(db, bucket, key))[1]
+
+    def is_damaged(self, bucket: str, key: str) -> bool:
+        """Whether what the key shows is known to be damaged."""
+        if not self.damaged.count:
+            return False
+        return self.damaged.has(bucket, key, self.locations(bucket, key))
+
+    def note_damaged(self, bucket: str, key: str) -> None:
+        """Remember that what the key shows is damaged, until the process ends or the key shows something else."""
+        self.damaged.note(bucket, key, self.locations(bucket, key))
+
+    async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
+        return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
+
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+        self._index.here(lambda db: queries.bucket(db, request.bucket))
+
+        async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
+            return await self._index.threaded(
+                lambda db: queries.page(db, request.bucket, start, inclusive, request.prefix, limit)
+            )
+
+        return await list_page(request, fetch)
+
+    @asynccontextmanager
+    async def open_prefix(
+        self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool, reader: Takes | None = None
+    ) -> AsyncIterator[list[list[Extent]]]:
+        """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each chunk.
+
+        Raises what `storage_server.kernel.rules.reading.usable_prefix` raises.
+        """
+
+        async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            found: list[list[Extent] | None] = []
+            for start, part in in_parts(keys):
+                await let_others_run(start)
+                found += await self._resolve(bucket, part)
+            usable = await computed(
+                lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
+                is_long=len(keys) > HERE_ITEMS_MAX,
+            )
+            return usable, list(chain.from_iterable(usable))
+
+        async with pinned(self._files, find) as (chunks, _):
+            self._watcher.note_read(bucket, keys[: len(chunks)])
+            yield chunks
+
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of each key's object; None where there is no object, or where its bytes are damaged."""
+        found: list[list[Extent] | None] = []
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            found += await self._resolve(bucket, part)
+        return [
+            None if extents is None or self.damaged.has(bucket, key, extents) else extents
+            for key, extents in zip(keys, found, strict=True)
+        ]
+
+    async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of each key's object; None where there is no object."""
+        if self._resolved is None:
+            return await self._index.threaded(lambda db: queries.prefix(db, bucket, keys))
+        since, found = self._resolved.find(bucket, keys)
+        unknown = [index for index, extents in enumerate(found) if extents is None]
+        if unknown:
+            wanted = [keys[index] for index in unknown]
+            looked_up = await self._index.threaded(lambda db: queries.prefix(db, bucket, wanted))
+            self._resolved.remember(since, bucket, zip(wanted, looked_up, strict=True))
+            for index, extents in zip(unknown, looked_up, strict=True):
+                found[index] = extents
+        return found
+
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
+        """How many of `keys`, from the first, are stored without a gap and are not known to be damaged. Encoded chunks
+        count if the reader takes them. The extents are remembered for the descriptor that follows.
+        """
+        since = self._watcher.before_lookup()
+        return self._watcher.note_lookup(bucket, keys, await self._matched(bucket, keys, reader), since, lease_s)
+
+    async def _matched(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> int:
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            for index, extents in enumerate(await self._resolve(bucket, part)):
+                if extents is None or not is_taken(extents, reader) or self.damaged.has(bucket, part[index], extents):
+                    return start + index
+        return len(keys)
+
+
+def _find_read(
+    db: sqlite3.Connection, request: ReadRequest, *, extents_max: int | None
+) -> tuple[ReadHead, list[Extent] | None]:
+    """The extents are None where the object has more parts than `extents_max`; None for `extents_max` is no bound."""
+    found = transaction.require_object(db, request.bucket, request.key)
+    check_read(request.condition, found.info.etag, found.info.modified_at)
+    if request.part_number is not None:
+        if request.range is not None:
+            raise CallerError(ErrorCode.INVALID_REQUEST, "Range and partNumber exclude each other", field="range")
+        span = ByteRange(*queries.part_span(db, found, request.part_number))
+    else:
+        span = resolve_range(request.range, found.info.nbytes)
+    head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
+    if extents_max is not None and (found.info.part_count or 1) > extents_max:
+        return head, None
+    extents = queries.extents_of(db, found.version, span.start, span.start + span.length)
+    return head, extents

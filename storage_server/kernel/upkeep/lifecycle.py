@@ -1,0 +1,112 @@
+"""Lifecycle rules: expired objects are deleted, and unfinished uploads are aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from descriptors.errors import CallerError, ObjectCacheError
+from descriptors.lifecycle import LifecycleRule, expiry, upload_due_at
+from descriptors.objects import UploadRef
+from storage_server.kernel.index import queries, transaction
+from storage_server.kernel.index.reader import IndexReader
+from storage_server.kernel.index.transaction import Transaction
+from storage_server.kernel.objects import Objects
+from storage_server.kernel.rules.rows import StoredObject, StoredUpload
+from storage_server.kernel.time_of_day import TimeOfDay
+from storage_server.kernel.uploads import Uploads
+
+ROWS_PER_STEP = 500
+NOBODY = ""
+"""The access key for actions that the server takes by itself."""
+_log = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """Carries out the rules of every bucket. `change` makes a change of the index."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        uploads: Uploads,
+        reader: IndexReader,
+        change: Callable[[Callable[[Transaction], int]], Awaitable[int]],
+    ) -> None:
+        self._objects = objects
+        self._uploads = uploads
+        self._reader = reader
+        self._change = change
+
+    async def run(self, interval_s: float, day_s: float) -> None:
+        """Carry out every bucket's rules every `interval_s`, until cancelled."""
+        day = TimeOfDay(time.time(), time.monotonic())
+        while True:
+            await asyncio.sleep(interval_s)
+            now_s = day.now(time.time(), time.monotonic())
+            try:
+                for bucket in await self._objects.list_buckets(NOBODY):
+                    rules = await self._objects.get_lifecycle(NOBODY, bucket.name)
+                    await self.carry_out(bucket.name, rules, now_s, day_s)
+            except ObjectCacheError as error:
+                _log.warning("lifecycle: %s", error)
+            except Exception:
+                _log.exception("lifecycle rules could not be carried out; they are tried again")
+
+    async def carry_out(self, bucket: str, rules: list[LifecycleRule], now_s: float, day_s: float) -> tuple[int, int]:
+        """Carry out the rules of one bucket once; returns how many objects expired and how many uploads
+        were aborted.
+        """
+        if not rules:
+            return 0, 0
+        expired = await self._expire_objects(bucket, rules, now_s, day_s)
+        aborted = await self._abort_uploads(bucket, rules, now_s, day_s)
+        if expired or aborted:
+            _log.info("lifecycle of %s: %d objects expired, %d uploads aborted", bucket, expired, aborted)
+        return expired, aborted
+
+    async def _expire_objects(self, bucket: str, rules: list[LifecycleRule], now_s: float, day_s: float) -> int:
+        expired = 0
+        after, inclusive = "", True
+        while rows := await self._object_rows(bucket, after, inclusive):
+            after, inclusive = rows[-1].info.key, False
+            due = {row.info.key: row.version for row in rows if is_due(expiry(rules, row.info, day_s), now_s)}
+            if due:
+
+                def remove(tx: Transaction, due: dict[str, int] = due) -> int:
+                    return transaction.remove_versions(tx, bucket, due)
+
+                expired += await self._change(remove)
+        return expired
+
+    async def _abort_uploads(self, bucket: str, rules: list[LifecycleRule], now_s: float, day_s: float) -> int:
+        aborted = 0
+        key, upload_id = "", None
+        while rows := await self._upload_rows(bucket, key, upload_id):
+            key, upload_id = rows[-1].info.key, rows[-1].info.upload_id
+            for row in rows:
+                info = row.info
+                if not is_due(upload_due_at(rules, info.key, info.initiated_at, day_s), now_s):
+                    continue
+                try:
+                    await self._uploads.abort_upload(NOBODY, UploadRef(bucket, info.key, info.upload_id))
+                    aborted += 1
+                except CallerError:
+                    continue  # completed or aborted meanwhile
+        return aborted
+
+    async def _object_rows(self, bucket: str, after: str, inclusive: bool) -> list[StoredObject]:
+        return await self._reader.threaded(
+            lambda db: queries.stored_page(db, bucket, after, inclusive, "", ROWS_PER_STEP)
+        )
+
+    async def _upload_rows(self, bucket: str, key: str, upload_id: str | None) -> list[StoredUpload]:
+        return await self._reader.threaded(
+            lambda db: queries.uploads_page(db, bucket, key, upload_id, "", ROWS_PER_STEP)
+        )
+
+
+def is_due(due: tuple[float, str] | None, now_s: float) -> bool:
+    """Whether the time that a rule gives has come."""
+    return due is not None and due[0] <= now_s

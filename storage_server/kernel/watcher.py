@@ -1,0 +1,37 @@
+"""Watcher: what a store tells of its keys, and asks for the bounds of its buckets. Caches are watchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from descriptors.objects import BucketCache
+from storage_server.kernel.data.space import Bound
+from storage_server.kernel.rules.rows import KeyChange
+
+
+class Watcher:
+    """This one listens to nothing, and bounds nothing."""
+
+    def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
+        """The bounds of the bucket in which a body needs room; none where the bucket has no bound of its own."""
+        return ()
+
+    def note_changes(
+        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
+    ) -> None:
+        """Note what keys show now, what the parts of open uploads take more, by buckets, and which buckets were created
+        or deleted. Called by the committer's thread.
+        """
+
+    def note_read(self, bucket: str, keys: Sequence[str]) -> None:
+        """Note that the chunks of a prefix, or one object, were read."""
+
+    def before_lookup(self) -> int:
+        """The `since` of `note_lookup`, asked for before the index is read."""
+        return 0
+
+    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, since: int, lease_s: float = 0.0) -> int:
+        """Note that a prefix was looked up, whose first `matched` chunks are there and are to be kept for `lease_s`.
+        Returns how many of them will be there. Raises ServerError(SlowDown) where no lease can be given now.
+        """
+        return matched

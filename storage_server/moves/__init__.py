@@ -1,0 +1,1 @@
+"""Whole objects into and out of clients' registered memory."""

@@ -1,1 +1,0 @@
-"""The embedded store: immutable extents on files, one SQLite index, atomic publish."""

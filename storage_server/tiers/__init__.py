@@ -1,1 +1,0 @@
-"""Copies of chunks nearer than the store: in memory."""

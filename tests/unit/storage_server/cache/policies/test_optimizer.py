@@ -1,0 +1,239 @@
+"""The greedy placement: bounds hold, moves are what they say, and little utility is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_server.cache.policies.optimizer import Move, Optimizer, upper_bound
+from storage_server.cache.policies.utility import Entry, Form, Placement, Tier, best_form, utility
+
+KIB = 1024
+ALPHA = 1.0
+TIERS = (Tier("dram", 100 * KIB, 10e9), Tier("disk", 400 * KIB, 1e9))
+FORMS = (Form("exact", 16 * KIB), Form("kivi4", 5 * KIB, 0.98), Form("kivi2", 3 * KIB, 0.8))
+
+
+def entry(key: object, frequency: float, forms: tuple[Form, ...] = FORMS, recompute_s: float = 0.5) -> Entry:
+    return Entry(key, frequency, forms, recompute_s)
+
+
+def entries_of(seed: int, number: int) -> list[Entry]:
+    """Entries whose codecs cost them different amounts of quality."""
+    random = np.random.default_rng(seed)
+    found = []
+    for key in range(number):
+        size = int(random.integers(4, 32)) * KIB
+        sensitivity = float(random.uniform(0, 0.5))
+        forms = (
+            Form("exact", size),
+            Form("kivi8", size * 9 // 16, 1 - sensitivity / 100),
+            Form("kivi4", size * 5 // 16, 1 - sensitivity / 10),
+            Form("kivi2", size * 3 // 16, 1 - sensitivity),
+        )
+        found.append(entry(key, float(random.pareto(1.2) + 0.01), forms, float(random.uniform(0.05, 1.0))))
+    return found
+
+
+def test_with_room_everything_is_exact_and_in_the_first_tier() -> None:
+    optimizer = Optimizer(TIERS, ALPHA)
+    assert optimizer.put(entry("a", 1.0)) == [Move("a", None, Placement(0, 0))]
+    assert optimizer.used_bytes == (16 * KIB, 0)
+
+
+def test_the_move_that_costs_least_for_its_bytes_is_made() -> None:
+    """The seventh entry does not fit: one that is hardly used goes to disk, and nothing is compressed that matters."""
+    optimizer = Optimizer(TIERS, ALPHA)
+    for key in "abcdef":
+        optimizer.put(entry(key, 10.0 if key != "c" else 0.1))
+    moves = optimizer.put(entry("g", 10.0))
+    assert [move.key for move in moves] == ["c", "g"]
+    assert moves[0].before == Placement(0, 0)
+    assert moves[0].after is not None
+
+
+def test_an_entry_that_is_sooner_computed_is_not_kept() -> None:
+    optimizer = Optimizer(TIERS, ALPHA)
+    slow = Form("exact", 90 * KIB, 1.0, decode_s=3.0)
+    assert optimizer.put(entry("a", 1.0, (slow,), recompute_s=0.1)) == []
+    assert optimizer.placement("a") is None
+
+
+def test_an_entry_that_is_used_more_comes_back_up() -> None:
+    optimizer = Optimizer(TIERS, ALPHA)
+    for key in range(30):
+        optimizer.put(entry(key, 1.0 + key / 100))
+    down = next(key for key in range(30) if optimizer.placement(key) != Placement(0, 0))
+    optimizer.use(down, 1000.0)
+    assert optimizer.placement(down) == Placement(0, 0)
+    assert optimizer.use("nobody", 1.0) == []
+    optimizer.remove(down)
+    assert optimizer.placement(down) is None
+
+
+def test_the_utility_follows_the_text_of_the_paper() -> None:
+    """An entry that is never used is worth nothing, and costs nothing, wherever it is."""
+    unused = entry("a", 0.0)
+    for placement in (None, Placement(0, 0), Placement(1, 2)):
+        assert utility(unused, placement, TIERS, ALPHA) == 0
+    used = entry("a", 2.0)
+    assert utility(used, Placement(1, 1), TIERS, ALPHA) == pytest.approx(2 * (0.98 - 5 * KIB / 1e9))
+    assert best_form(used, 0, TIERS, ALPHA) == Placement(0, 0)
+    assert best_form(used, 0, TIERS, 0.0) == Placement(0, 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "use", "remove"]), st.integers(0, 20), st.floats(0, 100), st.integers(1, 64)),
+        max_size=80,
+    )
+)
+def test_bounds_hold_and_moves_lead_from_where_entries_were_to_where_they_are(
+    steps: list[tuple[str, int, float, int]],
+) -> None:
+    optimizer = Optimizer(TIERS, ALPHA)
+    places: dict[object, Placement] = {}
+    sizes: dict[object, tuple[Form, ...]] = {}
+    for what, key, frequency, size in steps:
+        moves: list[Move] = []
+        if what == "put":
+            forms = (Form("exact", size * KIB), Form("kivi4", max(1, size * KIB // 3), 0.95))
+            sizes[key] = forms
+            moves = optimizer.put(entry(key, frequency, forms))
+        elif what == "use":
+            moves = optimizer.use(key, frequency)
+        else:
+            optimizer.remove(key)
+            places.pop(key, None)
+        for move in moves:
+            assert places.get(move.key) == move.before
+            if move.after is None:
+                places.pop(move.key, None)
+            else:
+                places[move.key] = move.after
+        for each in range(21):
+            assert optimizer.placement(each) == places.get(each)
+        for tier, model in enumerate(TIERS):
+            used = sum(sizes[name][place.form].nbytes for name, place in places.items() if place.tier == tier)
+            assert used == optimizer.used_bytes[tier] <= model.capacity_bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_is_near_the_bound_of_the_linear_relaxation(seed: int) -> None:
+    entries = entries_of(seed, 400)
+    tiers = (Tier("dram", 800 * KIB, 10e9), Tier("disk", 3200 * KIB, 1e9))
+    optimizer = Optimizer(tiers, ALPHA)
+    for each in entries:
+        optimizer.put(each)
+    bound = upper_bound(entries, tiers, ALPHA)
+    assert optimizer.total_utility <= bound * (1 + 1e-9)
+    assert optimizer.total_utility >= 0.99 * bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_is_above_the_best_placement_of_a_few_entries(seed: int) -> None:
+    entries = entries_of(seed, 4)
+    tiers = (Tier("dram", 24 * KIB, 10e9), Tier("disk", 30 * KIB, 1e9))
+    choices = [
+        [None, *(Placement(tier, form) for tier in range(2) for form in range(len(each.forms)))] for each in entries
+    ]
+    best = 0.0
+    for placements in product(*choices):
+        used = [0, 0]
+        total = 0.0
+        for each, placement in zip(entries, placements, strict=True):
+            if placement is not None:
+                used[placement.tier] += each.forms[placement.form].nbytes
+            total += utility(each, placement, tiers, ALPHA) - utility(each, None, tiers, ALPHA)
+        if all(size <= tier.capacity_bytes for size, tier in zip(used, tiers, strict=True)):
+            best = max(best, total)
+    assert upper_bound(entries, tiers, ALPHA) >= best - 1e-9
+    optimizer = Optimizer(tiers, ALPHA)
+    for each in entries:
+        optimizer.put(each)
+    assert optimizer.total_utility <= best + 1e-9
+
+
+ONE_TIER = (Tier("dram", 32 * KIB, 10e9),)
+
+
+def reloaded(key: object, frequency: float, reload_s: float) -> Entry:
+    return Entry(key, frequency, FORMS, 0.5, reload_s)
+
+
+def form_after(optimizer: Optimizer, key: object) -> str | None:
+    placement = optimizer.placement(key)
+    return None if placement is None else FORMS[placement.form].codec
+
+
+def crowded(reload_s: float, frequencies: list[float]) -> Optimizer:
+    optimizer = Optimizer(ONE_TIER, ALPHA)
+    for key, frequency in enumerate(frequencies):
+        optimizer.put(reloaded(key, frequency, reload_s))
+    return optimizer
+
+
+def test_an_exact_entry_goes_at_once_to_the_form_that_it_would_come_to_later() -> None:
+    """Each has little to lose by 2 bits beside what loading it once more costs."""
+    assert [form_after(crowded(0.0, [1.0] * 3), key) for key in range(3)].count("kivi4") >= 1
+    found = [form_after(crowded(10.0, [0.1] * 3), key) for key in range(3)]
+    assert "kivi4" not in found
+    assert "kivi2" in found
+
+
+def test_an_entry_that_is_used_much_keeps_the_better_form() -> None:
+    """Going on to 2 bits would cost it 100 * 0.18 s, and loading once more 1 s."""
+    found = [form_after(crowded(1.0, [100.0] * 3), key) for key in range(3)]
+    assert "kivi2" not in found
+    assert "kivi4" in found
+
+
+def test_an_encoded_entry_leaves_rather_than_being_loaded_for_another_form() -> None:
+    """Without a cost all of them are encoded further; with one that is greater than their worth, some leave."""
+    many = [0.5] * 9
+    kept = [sum(crowded(reload_s, many).placement(key) is not None for key in range(9)) for reload_s in (0.0, 5.0)]
+    assert kept[0] >= kept[1]
+    optimizer = Optimizer((Tier("dram", 6 * KIB, 10e9),), ALPHA)
+    optimizer.put(Entry("a", 100.0, FORMS[1:], 0.5, 1000.0))
+    optimizer.put(Entry("b", 1000.0, FORMS[1:], 0.5, 1000.0))
+    assert optimizer.placement("a") is None or optimizer.placement("b") is None
+
+
+def test_forms_that_are_made_from_each_other_cost_no_load() -> None:
+    """It is encoded further, however dear a load is; and it is not sent to the last form to save one."""
+    made = (*FORMS[:2], replace(FORMS[2], made_from=frozenset({FORMS[1].codec})))
+    optimizer = Optimizer(ONE_TIER, ALPHA)
+    for key in range(9):
+        optimizer.put(Entry(key, 100.0, made, 0.5, 1000.0))
+        forms = [placement.form for other in range(key + 1) if (placement := optimizer.placement(other)) is not None]
+        assert len(forms) == key + 1
+        if key == 2:
+            assert max(forms) == 1
+    assert forms.count(2) > 5
+
+
+def test_an_entry_comes_back_exactly_only_for_more_than_loading_it_costs() -> None:
+    optimizer = crowded(1.0, [1.0, 1.0, 1.0])
+    key = next(key for key in range(3) if form_after(optimizer, key) != "exact")
+    for other in range(3):
+        if other != key:
+            optimizer.remove(other)
+    assert optimizer.use(key, 2.0) == []
+    moves = optimizer.use(key, 1000.0)
+    assert [(move.key, move.after) for move in moves] == [(key, Placement(0, 0))]
+
+
+def test_a_use_that_counts_more_makes_loading_dearer() -> None:
+    """Frequencies grow with time, so the cost in their measure grows, too."""
+    optimizer = crowded(1.0, [1.0, 1.0, 1.0])
+    key = next(key for key in range(3) if form_after(optimizer, key) != "exact")
+    for other in range(3):
+        if other != key:
+            optimizer.remove(other)
+    optimizer.use_weight = 1000.0
+    assert optimizer.use(key, 1000.0) == []

@@ -1,0 +1,345 @@
+"""The policy of the tier that compresses: what it keeps, in which form, and that its books stay right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
+from storage_server.cache.policies import utility_policy as policy_module
+from storage_server.cache.policies.utility_policy import CodecFigures, Use, UtilityPolicy, UtilitySettings
+from storage_server.planning.forms import Encoded, Reading
+
+SHAPE = LayerShape(16, 128, Element.BFLOAT16)
+READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2))
+EXACT = READING.exact_bytes
+FIGURES = {
+    Codec.KIVI8: CodecFigures(1.0, 3e9), Codec.KIVI4: CodecFigures(0.99, 4e9), Codec.KIVI2: CodecFigures(0.5, 3e9),
+}  # fmt: skip
+SETTINGS = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
+Key = tuple[str, int]
+
+
+def keys(*numbers: int) -> list[Key]:
+    return [("file", number) for number in numbers]
+
+
+class Books:
+    """The forms of chunks in memory as the decisions make them."""
+
+    def __init__(self, policy: UtilityPolicy) -> None:
+        self.policy = policy
+        self.now_s = 0.0
+        self.held: dict[Key, Codec | None] = {}
+        self.readings: dict[Key, Reading] = {}
+        self.change_count = 0
+
+    def use(
+        self, wanted: list[Key], reading: Reading | None = READING, step_s: float = 1.0, content_class: str = ""
+    ) -> None:
+        self.now_s += step_s
+        decision = self.policy.request(self.now_s, [Use(key, EXACT, content_class) for key in wanted], reading)
+        self.change_count += len(decision.evicted) + len(decision.recoded) + len(decision.admitted)
+        for key in decision.evicted:
+            del self.held[key]
+        made = {**decision.recoded, **decision.admitted}
+        self.readings |= {key: encoding.reading for key, encoding in made.items() if encoding is not None}
+        for key, further in decision.recoded.items():
+            assert goes_on(self.held[key] or Codec.EXACT, further.codec), "made from what is there"
+            assert further.codec in further.reading.codecs
+            self.held[key] = further.codec
+        for key, encoding in decision.admitted.items():
+            assert key not in self.held
+            assert encoding is None or encoding.codec in encoding.reading.codecs
+            self.held[key] = None if encoding is None else encoding.codec
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            EXACT if codec is None else self.readings[key].chunk_bytes(codec) for key, codec in self.held.items()
+        )
+
+
+def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
+    """Nothing is evicted that fits at 4 bits, and 2 bits cost too much quality here."""
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(*range(8)))
+    assert set(books.held) == set(keys(*range(8)))
+    assert set(books.held.values()) <= {None, Codec.KIVI8, Codec.KIVI4}
+    assert Codec.KIVI4 in books.held.values() or Codec.KIVI8 in books.held.values()
+
+
+def test_chunks_that_are_encoded_are_encoded_further_where_they_lie() -> None:
+    """Nothing leaves to come again in a smaller form."""
+    qualities = {Codec.KIVI8: 0.9999, Codec.KIVI4: 0.995, Codec.KIVI2: 0.95}
+    figures = {codec: CodecFigures(quality, 1e12) for codec, quality in qualities.items()}
+    books = Books(UtilityPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
+    reading = replace(READING, codecs=tuple(figures))
+    seen = set()
+    for count in range(2, 40):
+        before = dict(books.held)
+        books.use(keys(*range(count)), reading)
+        for key in before.keys() & books.held.keys():
+            seen.add((before[key], books.held[key]))
+    assert any(was is not None and now is not None and was.bits > now.bits for was, now in seen)
+    assert not any(was is not None and now is None for was, now in seen)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 16])
+def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> None:
+    """With few tokens 4 bits and their scales take more than 8 bits without."""
+    shape = LayerShape(tokens, 1024, Element.FLOAT16)
+    first, second = (Reading(shape, 16, (codec,)) for codec in (Codec.FP8, Codec.KIVI4))
+    figures = {codec: CodecFigures(0.99, 1e12) for codec in (Codec.FP8, Codec.KIVI4)}
+    is_larger = second.chunk_bytes(Codec.KIVI4) > first.chunk_bytes(Codec.FP8)
+    assert is_larger == (tokens < 16)
+    policy = UtilityPolicy(4 * first.exact_bytes, replace(SETTINGS, codecs=figures, alpha_s=1e-4))
+    held: dict[Key, Codec | None] = {}
+    seen: set[Codec | None] = set()
+    for step, reading in enumerate([first] * 4 + [second] * 8):  # so far apart that the first reader is forgotten
+        now_s = step * SETTINGS.half_life_s
+        decision = policy.request(now_s, [Use(key, first.exact_bytes) for key in keys(*range(7))], reading)
+        for key in decision.recoded:
+            assert held[key] is None or not is_larger
+        forms = {**decision.recoded, **decision.admitted}
+        held |= {key: None if encoding is None else encoding.codec for key, encoding in forms.items()}
+        gone = set(decision.evicted) - set(decision.admitted)
+        held = {key: codec for key, codec in held.items() if key not in gone}
+        seen |= set(held.values())
+    assert seen >= {Codec.FP8, Codec.KIVI4}
+    assert Codec.FP8 not in held.values()
+
+
+def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
+    """Class by class: a class without figures of its own has those of all content."""
+    settings = replace(SETTINGS, class_qualities={"code": dict.fromkeys(FIGURES, 0.2)})
+    books = Books(UtilityPolicy(4 * EXACT, settings))
+    for _ in range(6):
+        books.use(keys(*range(8)), content_class="code")
+        books.use(keys(*range(8, 16)), content_class="chat")
+    assert not any(books.held.get(key) for key in keys(*range(8)))
+    assert sum(codec is not None for codec in books.held.values()) >= 8
+
+
+def test_what_is_used_more_often_stays_in_the_better_form() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for number in range(60):
+        books.use(keys(0, 1))
+        books.use(keys(2 + number % 9))
+    sizes = {key: EXACT if codec is None else READING.chunk_bytes(codec) for key, codec in books.held.items()}
+    assert min(sizes[key] for key in keys(0, 1)) >= max(size for key, size in sizes.items() if key not in keys(0, 1))
+
+
+def test_readers_that_take_exact_chunks_only_get_no_other_form() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(*range(8)), None)
+    assert set(books.held.values()) == {None}
+    assert len(books.held) == 4
+
+
+def test_a_chunk_comes_back_exact_when_a_reader_needs_it_so() -> None:
+    books = Books(UtilityPolicy(2 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(0, 1, 2))
+    encoded = next(key for key, codec in books.held.items() if codec is not None)
+    for _ in range(6):
+        books.use([encoded], None)
+    assert books.held[encoded] is None
+
+
+def test_readers_of_two_kinds_in_turn_do_not_change_the_form_at_each_turn() -> None:
+    """Some take 4 bits, and others exact chunks only: each chunk gets the form that serves both best, and keeps it."""
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    seen: list[dict[Key, Codec | None]] = []
+    for turn in range(60):
+        books.use(keys(*range(8)), READING if turn % 2 else None)
+        seen.append(dict(books.held))
+    changes = sum(before.get(key, 0) != after.get(key, 0) for before, after in pairwise(seen[20:]) for key in after)
+    assert len(seen[-1]) >= 4
+    assert changes <= 4
+
+
+def test_what_few_readers_take_is_not_kept_for_them() -> None:
+    """One use in ten takes encoded chunks: memory is better spent on exact ones. In nine of ten it is not."""
+    for is_taken, fewest in ((lambda turn: turn % 10 == 0, 0), (lambda turn: turn % 10 > 0, 6)):
+        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        for turn in range(80):
+            books.use(keys(*range(8)), READING if is_taken(turn) else None)
+        encoded = [codec for codec in books.held.values() if codec is not None]
+        assert (len(encoded) >= fewest) if fewest else not encoded, encoded
+
+
+def test_two_bounds_in_turn_keep_a_form_that_both_take() -> None:
+    """The stricter reader's codecs are those that both take, so nothing is loaded again for either."""
+    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1)):
+        policy.note_error(READING, codec, error)
+    books = Books(policy)
+    strict = replace(READING, max_error=0.05)
+    for turn in range(40):
+        books.use(keys(*range(6)), strict if turn % 2 else READING)
+    assert set(books.held.values()) <= {None, Codec.KIVI8}
+    assert len(books.held) == 6
+
+
+def test_the_errors_of_one_bucket_say_nothing_of_another() -> None:
+    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    mine, theirs = (replace(READING, max_error=0.1, bucket=bucket) for bucket in ("mine", "odd"))
+    for codec in READING.codecs:
+        policy.note_error(theirs, codec, 0.9)
+    books = Books(policy)
+    for _ in range(3):
+        books.use(keys(*range(8)), mine)
+        books.use([("odd", number) for number in range(8)], theirs)
+    assert not any(codec for key, codec in books.held.items() if key[0] == "odd")
+    assert any(codec for key, codec in books.held.items() if key[0] == "file")
+
+
+def made(books: Books, key: Key, worst_error: float, reading: Reading = READING) -> None:
+    """The tier has encoded a chunk as it was told, with this error."""
+    codec = books.held[key]
+    assert codec is not None
+    books.policy.note_made(key, Encoded(codec, reading.shape, reading.num_layers, worst_error, worst_error))
+
+
+def test_a_chunk_that_erred_too_much_is_not_encoded_so_for_that_reader_again() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    strict = replace(READING, codecs=(Codec.KIVI4,), max_error=0.1)
+    for _ in range(3):
+        books.use(keys(*range(8)), strict)
+    erring = [key for key, codec in books.held.items() if codec is not None]
+    for key in erring:
+        made(books, key, 0.2)
+    for _ in range(3):
+        books.use(keys(*range(8)), strict)
+    assert erring
+    assert not any(books.held.get(key) for key in erring)
+
+
+def test_a_bound_that_a_chunk_breaks_counts_whoever_had_it_encoded() -> None:
+    """One reader without a bound has chunks encoded; one with a bound, which the average keeps, then reads them."""
+    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    books = Books(policy)
+    anyone, strict = replace(READING, codecs=(Codec.KIVI4,)), replace(READING, codecs=(Codec.KIVI4,), max_error=0.12)
+    for _ in range(3):
+        books.use(keys(*range(8)), anyone)
+    erring = [key for key, codec in books.held.items() if codec is not None]
+    for key in erring:
+        policy.note_error(anyone, Codec.KIVI4, 0.08)
+        made(books, key, 0.15)
+    for _ in range(40):
+        books.use(keys(*range(8)), strict)
+    assert erring
+    assert not any(books.held.get(key) for key in erring)
+
+
+def test_a_reader_that_names_a_wrong_shape_changes_nothing_for_many_others() -> None:
+    """Its shape has the same bytes. It comes first, so chunks are encoded for it; then they are encoded anew, once."""
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    wrong = replace(READING, shape=replace(SHAPE, element=Element.FLOAT16))
+    books.use(keys(*range(8)), wrong)
+    for _ in range(10):
+        books.use(keys(*range(8)))
+    encoded = [key for key, codec in books.held.items() if codec is not None]
+    assert encoded
+    assert {books.readings[key].shape for key in encoded} == {SHAPE}
+    before = books.change_count
+    for turn in range(100):
+        books.use(keys(*range(8)), wrong if turn % 50 == 0 else READING)
+    assert books.change_count == before
+
+
+def test_readers_of_two_shapes_in_turn_do_not_change_the_form_at_each_turn() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    other = replace(READING, shape=LayerShape(32, 64, Element.BFLOAT16))
+    assert other.exact_bytes == EXACT
+    for turn in range(60):
+        books.use(keys(*range(8)), other if turn % 2 else READING)
+    before = books.change_count
+    for turn in range(20):
+        books.use(keys(*range(8)), other if turn % 2 else READING)
+    assert books.change_count - before <= 8
+
+
+def test_a_codec_that_breaks_the_readers_bound_is_not_used_for_it() -> None:
+    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1), (Codec.KIVI2, 0.6)):
+        policy.note_error(READING, codec, error)
+    books = Books(policy)
+    strict = Reading(SHAPE, 4, READING.codecs, max_error=0.05)
+    for _ in range(3):
+        books.use(keys(*range(8)), strict)
+    assert set(books.held.values()) <= {None, Codec.KIVI8}
+
+
+def test_old_uses_count_less() -> None:
+    """A chunk that was used ten times long ago leaves before one that was used twice now."""
+    books = Books(UtilityPolicy(EXACT, UtilitySettings({}, half_life_s=10.0)))
+    for _ in range(10):
+        books.use(keys(0))
+    books.use(keys(1), step_s=200.0)
+    books.use(keys(1))
+    assert set(books.held) == set(keys(1))
+
+
+def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for ever new chunks must not fill the policy's memory, also where none of them is ever kept."""
+    monkeypatch.setattr(policy_module, "GHOST_COUNT_MAX", 50)
+    for capacity_bytes in (0, 2 * EXACT):
+        books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+        for number in range(300):
+            books.use(keys(number), READING if number % 2 else None)
+        assert books.policy.known_count <= 60
+
+
+def test_counts_do_not_overflow() -> None:
+    """Half-lives without end: frequencies are scaled down on the way, and choices stay the same."""
+    books = Books(UtilityPolicy(2 * EXACT, UtilitySettings(FIGURES, half_life_s=1.0)))
+    for number in range(40):
+        books.use(keys(0), step_s=100.0)
+        books.use(keys(1 + number % 5), step_s=1.0)
+        assert ("file", 0) in books.held or number == 0
+    assert books.policy.used_bytes == books.nbytes
+
+
+USES = st.lists(
+    st.tuples(st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True), st.integers(0, 4)), max_size=60
+)
+
+
+@given(USES, st.integers(0, 7 * EXACT), st.lists(st.integers(0, 11), max_size=5))
+def test_the_books_are_those_of_the_decisions(
+    uses: list[tuple[list[int], int]], capacity_bytes: int, gone: list[int]
+) -> None:
+    """Whatever is used by whom: the bytes are never more than the capacity, and each decision fits the last one."""
+    four, two = Reading(SHAPE, 4, (Codec.KIVI4,)), Reading(SHAPE, 4, (Codec.KIVI2,), max_error=0.2)
+    other = Reading(LayerShape(32, 64, Element.BFLOAT16), 4, (Codec.KIVI4, Codec.KIVI8), max_error=0.1)
+    readings = [None, READING, four, two, other]
+    books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+    for at, (numbers, reader) in enumerate(uses):
+        books.use(keys(*numbers), readings[reader])
+        assert books.policy.used_bytes == books.nbytes <= capacity_bytes
+        for key in books.held:
+            if at % 3 == 0 and books.held[key] is not None:
+                made(books, key, numbers[0] / 20, books.readings[key])
+        if at % 7 == 3:
+            books.policy.remove(keys(*gone))
+            for key in keys(*gone):
+                books.held.pop(key, None)
+
+
+def test_a_reading_takes_what_it_named() -> None:
+    encoded = Encoded(Codec.KIVI4, SHAPE, 4, 0.1, 0.08)
+    assert READING.takes(encoded)
+    assert not Reading(SHAPE, 4, (Codec.KIVI8,)).takes(encoded)
+    assert not Reading(SHAPE, 5, READING.codecs).takes(encoded)
+    assert not Reading(LayerShape(16, 64, Element.FLOAT32), 4, READING.codecs).takes(encoded)
+    assert not READING.bounded(0.05).takes(encoded)
+    assert READING.bounded(0.2).bounded(None).takes(encoded)

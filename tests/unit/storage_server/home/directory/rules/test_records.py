@@ -1,0 +1,257 @@
+"""Records and frames: what is written is read back, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from awscrt.checksums import crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_server.home.directory.rules.clock import AHEAD_S, StampClock
+from storage_server.home.directory.rules.records import (
+    STAMP_MAX,
+    BodyRow,
+    Record,
+    decode,
+    encode,
+    file_ids,
+    wanted_bytes,
+    writer_of,
+)
+from storage_server.kernel.rules.rows import Touched
+
+ATTRIBUTES = '{"headers":{"content-type":"text/plain"},"tags":{"a":"b"}}'
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+KEYS = TEXTS.filter(lambda key: key and "\0" not in key)
+NAMES = st.from_regex(r"[!-~]{1,20}", fullmatch=True)
+TAGS = st.from_regex(r"[!#-~]{0,40}", fullmatch=True)
+TIMES = st.floats(0, 4e9)
+STAMPS = st.integers(0, STAMP_MAX)
+SIZES = st.integers(0, 1 << 20)
+
+
+def body(number: int, offset: int, nbytes: int, *rest: Any) -> BodyRow:
+    file_id, words = ("ab" * 16, bytes(4 * -(-nbytes // 16_384))) if nbytes else ("", b"")
+    return BodyRow(number, offset, nbytes, file_id, *rest, words)
+
+
+def bodies_of(sizes: list[int], *rest: Any) -> tuple[BodyRow, ...]:
+    return tuple(body(number + 1, sum(sizes[:number]), nbytes, *rest) for number, nbytes in enumerate(sizes))
+
+
+BODY_REST = (SIZES, TAGS, TIMES, st.none() | TAGS)
+BODIES = st.builds(bodies_of, st.lists(SIZES, max_size=4), *BODY_REST)
+ABOUT_OBJECT = st.builds(Touched, st.just("object"), NAMES, KEYS)
+OBJECTS = st.builds(
+    lambda about, stamp, bodies, tag, time: Record(
+        about, stamp, (sum(body.nbytes for body in bodies), tag, time, ATTRIBUTES), bodies
+    ),
+    ABOUT_OBJECT,
+    STAMPS,
+    BODIES,
+    TAGS,
+    TIMES,
+)
+BUCKETS = st.builds(
+    Record, st.builds(Touched, st.just("bucket"), NAMES), STAMPS, st.tuples(TEXTS, TIMES, st.just("[]"))
+)
+GONE = st.builds(Record, ABOUT_OBJECT | st.builds(Touched, st.just("upload"), NAMES), STAMPS, st.none())
+UPLOADS = st.builds(
+    Record,
+    st.builds(Touched, st.just("upload"), NAMES),
+    STAMPS,
+    st.tuples(TEXTS, TEXTS, TEXTS, TIMES, st.just(ATTRIBUTES)),
+)
+PARTS = st.builds(
+    lambda upload, stamp, body: Record(Touched("part", upload, str(body.part_number)), stamp, (), (body,)),
+    NAMES,
+    STAMPS,
+    st.builds(body, st.integers(1, 10_000), SIZES, SIZES, *BODY_REST),
+)
+RECORDS = OBJECTS | BUCKETS | GONE | UPLOADS | PARTS
+
+
+def framed(fields: Any) -> bytes:
+    payload = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return len(payload).to_bytes(4, "little") + crc32c(payload).to_bytes(4, "little") + payload
+
+
+@given(st.lists(st.lists(RECORDS, min_size=1, max_size=3), max_size=3), st.integers(0, 200))
+def test_frames_come_back_and_a_cut_one_is_waited_for(written: list[list[Record]], cut: int) -> None:
+    frames = [encode(records) for records in written]
+    data = b"".join(frames)
+    found = decode(data)
+    assert [records for _, records in found.frames] == written
+    assert [end for end, _ in found.frames] == [sum(map(len, frames[: count + 1])) for count in range(len(frames))]
+    assert found.problem is None
+    assert found.bad_count == 0
+    kept = data[: max(0, len(data) - cut)]
+    found = decode(kept)
+    assert found.problem is None
+    assert [records for _, records in found.frames] == written[: len(found.frames)]
+    end = found.frames[-1][0] if found.frames else 0
+    assert len(kept) - end < wanted_bytes(kept, end)
+
+
+@given(st.lists(RECORDS, min_size=1, max_size=3), st.data())
+def test_a_changed_byte_is_noticed(records: list[Record], data: st.DataObject) -> None:
+    frame = bytearray(encode(records))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    found = decode(bytes(frame))
+    assert found.frames == []
+    assert found.problem is not None or at < 4  # a wrong length may ask for more
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_frame(garbage: bytes) -> None:
+    frames = decode(garbage).frames
+    assert frames == [] or framed(garbage[8 : frames[0][0]]) == garbage[: frames[0][0]]
+
+
+OBJECT: list[Any] = [
+    "object", "b", "k", 7, [1, "etag", 1.0, "{}"], [[1, 0, 1, "ab" * 16, 0, "etag", 1.0, None, "AAAAAA=="]],
+]  # fmt: skip
+PART: list[Any] = ["part", "upload", "1", 7, [], OBJECT[5]]
+
+
+def with_body(**changes: Any) -> list[Any]:
+    """An object whose body has other values."""
+    names = ["number", "offset", "nbytes", "file", "at", "etag", "modified", "checksum", "blocks"]
+    return [*OBJECT[:5], [[changes.get(name, value) for name, value in zip(names, OBJECT[5][0], strict=True)]]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"{",
+        b"[" * 100_000,
+        {},
+        [1],
+        [[]],
+        [["object", "b", "k"]],
+        [["ghost", "b", "k", 7]],
+        [[["object"], "b", "k", 7]],
+        [["object", "b", 1, 7]],
+        [["object", "\ud800", "k", 7]],
+        [["object", "b c", "k", 7]],
+        [["object", "b", "", 7]],
+        [["object", "b", "k" * 1025, 7]],
+        [["object", "b", "k", True]],
+        [["object", "b", "k", -1]],
+        [["object", "b", "k", STAMP_MAX + 1]],
+        [["object", "b", "k", 1 << 63]],
+        [["object", "b", "k", 7.0]],
+        [["part", "upload", "x", 7]],
+        [["part", "upload", "9" * 5000, 7]],
+        [OBJECT[:4] + [[1, "etag", math.nan, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1e300, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 10**400, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[1 << 64, "etag", 1.0, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[2, "etag", 1.0, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "e\r\ntag", 1.0, "{}"], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1.0, "no json"], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1.0, "[" * 100_000], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1.0, '{"checksum": 3}'], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1.0], OBJECT[5]]],
+        [OBJECT[:5] + [{}]],
+        [OBJECT[:5] + [[[1]]]],
+        [with_body(number=10_001)],
+        [with_body(number=1 << 64)],
+        [with_body(offset=1)],
+        [with_body(nbytes=-1)],
+        [with_body(file="../../../../etc/passwd")],
+        [with_body(file="AB" * 16)],
+        [with_body(file="")],
+        [with_body(at=1 << 64)],
+        [with_body(modified=1e300)],
+        [with_body(checksum="\n")],
+        [with_body(blocks="?")],
+        [with_body(blocks="")],
+        [["part", "upload", "2", 7, [], OBJECT[5]]],
+        [["part", "upload", "1", 7, [], []]],
+        [["bucket", "b", "", 7, ["owner", 1.0, "[]"], OBJECT[5]]],
+        [["bucket", "b", "", 7, ["owner", 1.0, '[{"a": 1}]'], []]],
+        [["bucket", "b", "", 7, ["owner", 1e300, "[]"], []]],
+    ],
+    ids=lambda fields: str(fields)[-60:],
+)
+def test_a_record_that_makes_no_sense_is_passed_over(fields: Any) -> None:
+    """It would stop every server of the directory otherwise, and hide what was written later."""
+    good = encode(decode(framed([OBJECT])).frames[0][1])
+    found = decode(good + framed(fields) + good)
+    assert [len(records) for _, records in found.frames] == [1, 0, 1]
+    assert found.problem is None
+    assert found.bad_count == 1
+    assert found.first_bad is not None
+    assert found.first_bad[0] == len(good)
+
+
+def test_a_good_record_beside_a_bad_one_holds() -> None:
+    found = decode(framed([OBJECT, [1], PART]))
+    assert [record.about.kind for record in found.frames[0][1]] == ["object", "part"]
+    assert found.bad_count == 1
+
+
+def test_a_frame_with_a_stamp_of_days_to_come_waits_for_its_time() -> None:
+    """Nothing of it is passed over: the clock of the reader may be behind. What comes before it holds."""
+    early = [*OBJECT[:3], 5, *OBJECT[4:]]
+    data = framed([early]) + framed([OBJECT, [1]]) + framed([early])
+    found = decode(data, 6)
+    assert [len(records) for _, records in found.frames] == [1]
+    assert found.problem is not None
+    assert found.bad_count == 0
+    assert [len(records) for _, records in decode(data, 7).frames] == [1, 1, 1]
+
+
+def test_a_file_names_its_writer() -> None:
+    record = decode(framed([OBJECT])).frames[0][1][0]
+    assert file_ids([record]) == {"ab" * 16}
+    assert writer_of("ab" * 16) == "ab" * 6
+
+
+@given(st.lists(st.integers(0, int((1000 + AHEAD_S) * 1e6) - 20) | st.none(), max_size=20))
+def test_stamps_grow_whatever_the_time_of_day_does(steps: list[int | None]) -> None:
+    """None asks for a stamp; a number is seen elsewhere, and the time of day stands still."""
+    clock = StampClock(lambda: 1000.0, 0)
+    greatest = 0
+    for step in steps:
+        if step is None:
+            stamp = clock.stamp()
+            assert stamp > greatest
+            assert stamp >= 1_000_000_000
+            greatest = stamp
+        else:
+            clock.observe(step)
+            greatest = max(greatest, step)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"tags": {"objectcache-pin": [1]}},
+        {"tags": ["k"]},
+        {"headers": {"a": [[], []]}},
+        {"headers": {"A": "upper"}},
+        {"headers": {"a": "line\r\nbreak"}},
+        {"headers": {f"x{number}": "" for number in range(300)}},
+        {"storage_class": [1]},
+        {"storage_class": "<x>"},
+        {"part_count": "7"},
+        {"part_count": True},
+        {"upload_id": [1]},
+        {"checksum": ["CRC32", ["x"], "FULL_OBJECT"]},
+    ],
+    ids=repr,
+)
+def test_attributes_that_no_answer_can_have_are_passed_over(attributes: dict[str, object]) -> None:
+    """The index takes any JSON; eviction, lists and lifecycle rules would fail at it for ever."""
+    good = Record(Touched("object", "bucket", "good"), 1, (0, "", 0.0, ATTRIBUTES), ())
+    bad = Record(Touched("object", "bucket", "bad"), 2, (0, "", 0.0, json.dumps(attributes)), ())
+    found = decode(encode([good]) + encode([bad]))
+    assert [record.about.key for _, records in found.frames for record in records] == ["good"]
+    assert found.bad_count == 1

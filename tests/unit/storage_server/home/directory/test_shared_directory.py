@@ -1,0 +1,873 @@
+"""A shared directory with several servers in one process: what one has done, the others see."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from descriptors.conditions import WriteCondition
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    ClaimedPart,
+    CompleteRequest,
+    CopyRequest,
+    ListRequest,
+    PartRequest,
+    PutRequest,
+    ReadRequest,
+    UploadListRequest,
+    UploadRef,
+    UploadRequest,
+)
+from storage_server.home.directory import files as files_module
+from storage_server.home.directory import following as following_module
+from storage_server.home.directory import store as store_module
+from storage_server.home.directory.membership import WrongHomeError
+from storage_server.home.directory.reading import Rate
+from storage_server.home.directory.store import SharedDirectory
+from storage_server.home.fetch.bulk_reads import Into
+from storage_server.home.service import Shown
+from storage_server.settings import StorageSettings, UpstreamSettings
+from tests.support.chunks import BytesBody
+from tests.support.shared_bed import BUCKET, KEY, Disk, data_files, get, journal_of, made, opened, put
+from tests.support.store_bed import content
+from tests.support.waiting import LIMIT_S, until
+
+MIB = 1 << 20
+
+
+STEPS = 20
+"""In which servers look at each other while a grace passes: one that has not looked for half of it deletes nothing."""
+
+
+class MovedClock:
+    """The steady clock of servers, which the test moves ahead."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
+    clock = MovedClock()
+    for asking in (files_module, following_module, store_module):
+        monkeypatch.setattr(asking, "time", clock)
+    return clock
+
+
+def shown(shared: SharedDirectory) -> list[Any]:
+    """All that the index shows, without the numbers that each index counts by itself."""
+    return shared.reader.here(
+        lambda db: (
+            db.execute(
+                "SELECT bucket, key, objects.nbytes, objects.etag, attributes, part_number, file_id, file_offset"
+                " FROM objects LEFT JOIN extents USING (version) ORDER BY bucket, key, part_number"
+            ).fetchall()
+            + db.execute("SELECT name, owner, lifecycle FROM buckets ORDER BY name").fetchall()
+            + db.execute("SELECT upload_id, key FROM uploads ORDER BY upload_id").fetchall()
+        )
+    )
+
+
+async def test_each_server_sees_what_the_other_has_done(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        data = {f"key{number}": content(20_000 + number, number) for number in range(20)}
+        for number, (key, value) in enumerate(data.items()):
+            await put((one, other)[number % 2], key, value)
+        for shared in (one, other):
+            page = await shared.objects.list_objects(KEY, ListRequest(BUCKET))
+            assert [entry.key for entry in page.objects] == sorted(data)
+            assert {key: await get(shared, key) for key in data} == data
+        assert shown(one) == shown(other)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["put", "delete", "tag", "follow"]), st.sampled_from("xyz")),
+    max_size=12,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OPERATIONS)
+def test_all_servers_come_to_show_the_same(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[int, str, str]]
+) -> None:
+    """Whatever they do at the same time, and whenever they read each other's journals."""
+
+    async def carry_out(path: Path) -> None:
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(opened(path, name)) for name in "abc"]
+            await servers[0].objects.create_bucket(KEY, BUCKET)
+            for shared in servers:
+                await shared.following.read_journals()
+            inner = [shared.objects._objects for shared in servers]  # past the look at the journals
+            for number, (which, action, key) in enumerate(operations):
+                if action == "follow":
+                    await servers[which].following.read_journals()
+                elif action == "put":
+                    request = PutRequest(BUCKET, key, 5000)
+                    await inner[which].put_object(KEY, request, BytesBody(content(5000, number)))
+                elif action == "delete":
+                    await inner[which].delete_object(KEY, BUCKET, key)
+                elif inner[which].stored(BUCKET, key) is not None:
+                    await inner[which].set_tags(KEY, BUCKET, key, {"number": str(number)})
+            for shared in servers:
+                await shared.following.read_journals()
+            assert shown(servers[0]) == shown(servers[1]) == shown(servers[2])
+            async with opened(path, "newcomer") as newcomer:
+                assert shown(newcomer) == shown(servers[0])
+            for key in "xyz":
+                assert len({await get(shared, key) for shared in servers}) == 1
+
+    asyncio.run(carry_out(tmp_path_factory.mktemp("shared")))
+
+
+async def test_a_deletion_does_not_hit_what_it_had_not_seen(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"old")
+        await other.following.read_journals()
+        await put(one, "key", b"new")
+        await other.objects._objects.delete_object(KEY, BUCKET, "key")  # it still sees the old one
+        assert await get(one, "key") == await get(other, "key") == b"new"
+
+
+async def test_parts_of_one_upload_may_come_to_any_server(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other, opened(tmp_path, "c") as third:
+        await one.objects.create_bucket(KEY, BUCKET)
+        upload = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        bodies = [content(5 * MIB, 1), content(5 * MIB, 2), content(1000, 3)]
+        parts = [
+            await shared.uploads.put_part(KEY, PartRequest(upload, number, len(body)), BytesBody(body))
+            for number, (shared, body) in enumerate(zip((one, other, third), bodies, strict=True), 1)
+        ]
+        claimed = [ClaimedPart(part.part_number, part.etag) for part in parts]
+        await third.uploads.complete_upload(KEY, CompleteRequest(upload, claimed))
+        for shared in (one, other, third):
+            assert await get(shared, "key") == b"".join(bodies)
+            assert (await shared.uploads.list_uploads(KEY, UploadListRequest(BUCKET))).uploads == []
+
+
+async def test_a_part_that_is_read_before_its_upload_waits_for_it(tmp_path: Path) -> None:
+    """However often the journals are looked at meanwhile; what lies behind it is not held up."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        hidden = journal_of(tmp_path, one)
+        upload = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        part = await other.uploads.put_part(KEY, PartRequest(upload, 1, 10), BytesBody(bytes(10)))
+        await put(other, "behind", b"behind")
+        away = hidden.rename(hidden.with_name("away"))
+        async with opened(tmp_path, "c") as third:
+            for _ in range(50):
+                await third.following.read_journals()
+            assert third.objects._objects.stored(BUCKET, "behind") is not None
+            away.rename(hidden)
+            await third.uploads.complete_upload(
+                KEY, CompleteRequest(upload, [ClaimedPart(part.part_number, part.etag)])
+            )
+            assert await get(third, "key") == await get(one, "key") == bytes(10)
+
+
+async def test_a_server_that_comes_back_has_all_that_was_answered(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        name = one.writer
+    async with opened(tmp_path, "b") as other:
+        await put(other, "other", b"more")
+    async with opened(tmp_path, "a") as one:
+        assert one.writer == name
+        assert [await get(one, key) for key in ("key", "other")] == [b"data", b"more"]
+    (tmp_path / "c").mkdir()
+    async with opened(tmp_path, "c") as newcomer:
+        assert [await get(newcomer, key) for key in ("key", "other")] == [b"data", b"more"]
+
+
+@pytest.mark.parametrize("torn", [b"\x05", b"\x40\0\0\0\1\2\3\4half", b"\0" * 100])
+async def test_a_torn_end_of_a_journal_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        journal = journal_of(tmp_path, one)
+    with journal.open("ab") as file:
+        file.write(torn)
+    async with opened(tmp_path, "b") as other:
+        assert await get(other, "key") == b"data"
+        async with opened(tmp_path, "a") as one:
+            await put(one, "next", b"more")
+            assert await get(other, "next") == b"more"
+
+
+async def test_a_change_that_the_index_lost_is_carried_out_from_the_journal(tmp_path: Path) -> None:
+    """The process ends between the journal and the index."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "before", b"1")
+        saved = {path: path.read_bytes() for path in (tmp_path / "a" / "shared").glob("index*")}
+        await put(one, "key", b"data")
+        await one.objects.delete_object(KEY, BUCKET, "before")
+    for path in (tmp_path / "a" / "shared").glob("index*"):
+        path.unlink()
+    for path, data in saved.items():
+        path.write_bytes(data)
+    async with opened(tmp_path, "a") as one:
+        assert [await get(one, key) for key in ("before", "key")] == [None, b"data"]
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", errno.ENOSPC), ("sync", errno.EIO), ("write", errno.EDQUOT)])
+async def test_a_journal_that_cannot_be_written_refuses_the_change(tmp_path: Path, call: str, number: int) -> None:
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        disk.fail[call] = number
+        with pytest.raises(ServerError):
+            await put(one, "refused", b"data")
+        with pytest.raises(ServerError):
+            await one.objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
+        disk.fail.clear()
+        await put(one, "key", b"newer")
+        assert await get(one, "key") == await get(other, "key") == b"newer"
+        assert await get(one, "refused") == await get(other, "refused")
+        assert shown(one) == shown(other)
+
+
+async def test_an_object_is_deleted_from_a_full_file_system(tmp_path: Path) -> None:
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        await one.committer.commit(one._shorten_journal, frees=True)  # keeps the reserve
+
+        def give_up() -> bool:
+            disk.fail.clear()
+            return type(one._reserve).give_up(one._reserve)
+
+        one._reserve.give_up = give_up  # type: ignore[method-assign]
+        disk.fail["write"] = errno.ENOSPC
+        with pytest.raises(ServerError) as refused:
+            await put(one, "more", b"data")
+        assert refused.value.code is ErrorCode.INSUFFICIENT_STORAGE
+        await one.objects.delete_object(KEY, BUCKET, "key")
+        assert await get(one, "key") is None
+
+
+async def test_a_file_is_deleted_a_while_after_nothing_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MovedClock
+) -> None:
+    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        await put(one, "kept", content(100_000, 1))
+        assert len(data_files(tmp_path)) == 2
+        await other.following.read_journals()
+        async with other.objects.open_object(KEY, ReadRequest(BUCKET, "key")) as read:
+            await other.objects.delete_object(KEY, BUCKET, "key")
+            await one.following.read_journals()
+            assert len(data_files(tmp_path)) == 2
+
+            def is_gone() -> bool:
+                clock.ahead_s += files_module.GRACE_S / STEPS
+                return len(data_files(tmp_path)) == 1
+
+            await until(is_gone)
+            assert b"".join([bytes(piece) async for piece in read.body]) == content(100_000)
+        assert await get(one, "kept") == await get(other, "kept") == content(100_000, 1)
+
+
+async def test_a_crash_leaves_files_that_the_next_start_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        folder = tmp_path / "shared" / "writers" / one.writer / "extents" / "00"
+        folder.mkdir(exist_ok=True)
+        leftover = folder / (one.writer + "0" * 20)
+        leftover.write_bytes(b"half a body")
+        foreign = folder / "README"
+        foreign.write_bytes(b"not ours")
+    monkeypatch.setattr(files_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    async with opened(tmp_path, "a") as one:
+        await until(lambda: not leftover.exists())
+        assert foreign.exists()
+        assert await get(one, "key") == content(100_000)
+
+
+async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that no journal names are left alone: nobody knows what they are."""
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        await put(one, "kept", content(100_000, 1))
+        folder = tmp_path / "shared" / "writers" / one.writer
+        unknown = next((folder / "extents").iterdir()) / (one.writer + "f" * 20)
+        unknown.write_bytes(b"unknown")
+    old_s = time.time() - 2 * files_module.RETIRED_S
+    os.utime(folder / "alive", (old_s, old_s))
+    monkeypatch.setattr(files_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    monkeypatch.setattr(store_module, "RETIRED_CHECK_S", 0.1)
+    async with opened(tmp_path, "b") as other:
+        await other.objects.delete_object(KEY, BUCKET, "key")
+        await until(lambda: len(data_files(tmp_path) - {unknown}) == 1)
+        assert unknown.exists()
+        assert await get(other, "kept") == content(100_000, 1)
+    async with opened(tmp_path, "a") as one:
+        assert [await get(one, key) for key in ("key", "kept")] == [None, content(100_000, 1)]
+
+
+async def test_a_journal_is_written_anew_when_most_of_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 4000)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "gone", b"gone")
+        await other.following.read_journals()
+        for number in range(40):
+            await put(one, "key", content(1000, number))
+        await put(one, "kept", b"kept")
+        await one.objects.delete_object(KEY, BUCKET, "gone")
+        before = journal_of(tmp_path, one)
+        await one.committer.commit(one._shorten_journal, frees=True)
+        after = journal_of(tmp_path, one)
+        assert after.name == "journal-2" != before.name
+        assert after.stat().st_size < 4000
+        await put(one, "behind", b"behind")
+        expected = {"key": content(1000, 39), "kept": b"kept", "behind": b"behind", "gone": None}
+        async with opened(tmp_path, "c") as newcomer:
+            for shared in (one, other, newcomer):
+                assert {key: await get(shared, key) for key in expected} == expected
+            assert shown(one) == shown(other) == shown(newcomer)
+    async with opened(tmp_path, "a") as one:
+        assert {key: await get(one, key) for key in expected} == expected
+
+
+async def test_a_journal_that_is_damaged_in_the_middle_keeps_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner has all of it, and heals it when it writes the journal anew."""
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "first", b"1")
+        await other.following.read_journals()
+        journal = journal_of(tmp_path, one)
+        at = journal.stat().st_size
+        await put(one, "second", b"2")
+        await put(one, "third", b"3")
+        with journal.open("r+b") as file:
+            file.seek(at + 20)
+            file.write(b"\0\0\0")
+        assert [await get(other, key) for key in ("first", "second", "third")] == [b"1", None, None]
+        assert "can be read no further" in caplog.text
+        assert other.unread_count == 1
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert [await get(other, key) for key in ("first", "second", "third")] == [b"1", b"2", b"3"]
+        assert other.unread_count == 0
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+async def test_a_chunk_whose_bytes_are_lost_counts_as_absent_until_it_is_put_again(tmp_path: Path, harm: str) -> None:
+    key = "5a" * 32
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, key, content(100_000))
+        assert await other.objects.has_object(BUCKET, key, time.monotonic())
+        (path,) = data_files(tmp_path)
+        if harm == "gone":
+            path.unlink()
+        else:
+            with path.open("r+b") as file:
+                file.seek(50_000)
+                file.write(b"harm")
+        with pytest.raises((ServerError, CallerError)):
+            await whole_into(other, key, 100_000)
+        await until(lambda: other.objects._objects.is_damaged(BUCKET, key))
+        assert not await other.objects.has_object(BUCKET, key, time.monotonic())
+        assert await get(other, key) is None
+        if harm == "gone":
+            with pytest.raises(ServerError):  # what goes into a file that was deleted is not stored
+                await put(one, key, content(100_000))
+        await put(one, key, content(100_000))
+        assert await other.objects.has_object(BUCKET, key, time.monotonic())
+        assert await get(other, key) == content(100_000)
+
+
+async def whole_into(shared: SharedDirectory, key: str, nbytes: int) -> bytes:
+    memory = bytearray(nbytes)
+    into = Into(memoryview(memory), 16_384, 65_536, lambda at: None)
+    async with shared.objects.open_into(ReadRequest(BUCKET, key), into) as (head, proof, body):
+        assert head.info.nbytes == nbytes
+        assert proof is not None
+        await body
+    return bytes(memory)
+
+
+async def test_a_chunk_comes_straight_into_memory(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(300_000))
+        assert await whole_into(other, "key", 300_000) == content(300_000)
+
+
+def test_reads_keep_to_their_rate() -> None:
+    now_s = 0.0
+    rate = Rate(1000.0, lambda: now_s)
+    waits = [rate.wait_s(100) for _ in range(5)]
+    assert waits == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3])
+    now_s = 100.0
+    assert rate.wait_s(5000) == 0.0
+    assert rate.wait_s(1) == pytest.approx(4.9)
+    assert Rate(None).wait_s(1 << 40) == 0.0
+
+
+async def graced(clock: MovedClock, *servers: SharedDirectory, graces: float = 1.8) -> None:
+    """So long that everything that is dead is deleted."""
+    for shared in (*servers, *servers):  # behind two changes, what was dead before them has been noted as dead
+        await shared.committer.commit(lambda _: None)
+    for _ in range(round(graces * STEPS)):
+        for shared in servers:
+            await shared.following.read_journals()
+            await shared._delete_dead()
+        clock.ahead_s += files_module.GRACE_S / STEPS
+
+
+async def emptied(tmp_path: Path, clock: MovedClock, *servers: SharedDirectory) -> None:
+    """Until no data file is left."""
+    async with asyncio.timeout(LIMIT_S):
+        while data_files(tmp_path):
+            await graced(clock, *servers, graces=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["copy", "tag", "complete"])
+async def test_bytes_that_are_named_again_while_they_are_deleted_stay(
+    tmp_path: Path, clock: MovedClock, action: str
+) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        data = content(50_000)
+        await put(one, "neighbour", b"in the same file")
+        if action == "complete":
+            ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+            part = await one.uploads.put_part(KEY, PartRequest(ref, 1, len(data)), BytesBody(data))
+            await other.following.read_journals()
+            await one.uploads._uploads.abort_upload(KEY, ref)
+            request = CompleteRequest(ref, [ClaimedPart(part.part_number, part.etag)])
+            await other.uploads._uploads.complete_upload(KEY, request)
+        else:
+            await put(one, "key", data)
+            await other.following.read_journals()
+            await one.objects._objects.delete_object(KEY, BUCKET, "key")
+            other._clock.observe(one._clock.stamp())  # two servers' times may differ by as much as a beat takes
+            if action == "copy":
+                source = CopyRequest(ReadRequest(BUCKET, "key"), BUCKET, "copy")
+                await other.objects._objects.copy_object(KEY, source)
+            else:
+                await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
+        await graced(clock, one, other)
+        for shared in (one, other):
+            assert await get(shared, "copy" if action == "copy" else "key") == data
+        assert shown(one) == shown(other)
+
+
+async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the deletion is in no journal any more."""
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    async with opened(tmp_path, "b") as other:
+        await other.following.read_journals()
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "kept", b"kept")
+        await put(one, "gone", b"gone")
+        async with opened(tmp_path, "b") as other:
+            assert await get(other, "gone") == b"gone"
+        await one.objects.delete_object(KEY, BUCKET, "gone")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert b"gone" not in journal_of(tmp_path, one).read_bytes()
+        async with opened(tmp_path, "b") as other:
+            assert [await get(other, key) for key in ("kept", "gone")] == [b"kept", None]
+            assert shown(one) == shown(other)
+
+
+async def test_a_deletion_stays_in_the_journal_for_a_day_however_old_its_object_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(one._clock, "_now_s", lambda: time.time() - 10 * 86_400)
+        one._clock._last = 0
+        await put(one, "old", b"old")
+        await one.objects.delete_object(KEY, BUCKET, "old")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert b'"old"' in journal_of(tmp_path, one).read_bytes()
+
+
+@pytest.mark.parametrize("call", ["sync_directory", "sync"])
+async def test_a_rewrite_that_fails_does_not_split_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        disk.fail[call] = errno.EIO
+        await one.committer.commit(one._shorten_journal, frees=True)
+        disk.fail.clear()
+        await other.following.read_journals()
+        await put(one, "acknowledged", b"more")
+        for shared in (one, other):
+            assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "c") as newcomer:
+        for shared in (one, newcomer):
+            assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+
+
+async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        await other.uploads.put_part(KEY, PartRequest(ref, 1, 10), BytesBody(bytes(10)))
+        await one.uploads.abort_upload(KEY, ref)
+        await put(other, "behind", b"behind")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        async with opened(tmp_path, "c") as newcomer:
+            assert await get(newcomer, "behind") == b"behind"
+            await other.following.read_journals()
+            await other.committer.commit(other._shorten_journal, frees=True)
+            await newcomer.following.read_journals()
+            await newcomer.following.read_journals()
+            count = newcomer.reader.here(lambda db: db.execute("SELECT count(*) FROM extents").fetchone())
+            assert count == (1,)
+
+
+@pytest.mark.slow
+async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path, clock: MovedClock) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(50_000))
+        await other.following.read_journals()
+        journal = journal_of(tmp_path, other)
+        at = journal.stat().st_size
+        await put(other, "unread", b"unread")
+        await other.objects.copy_object(KEY, CopyRequest(ReadRequest(BUCKET, "key"), BUCKET, "copy"))
+        with journal.open("r+b") as file:
+            file.seek(at + 20)
+            file.write(b"\0\0\0")
+        await one.objects.delete_object(KEY, BUCKET, "key")
+        await graced(clock, one, other)
+        assert one.unread_count == 1
+        assert await get(other, "copy") == content(50_000)
+
+
+async def test_a_put_behind_another_holds_though_its_servers_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(other._clock, "_now_s", lambda: time.time() - 3600.0)
+        for number in range(3):
+            await put(one, "key", b"first")
+            await put(other, "key", b"second %d" % number)
+            assert await get(one, "key") == await get(other, "key") == b"second %d" % number
+            await one.objects.delete_object(KEY, BUCKET, "key")
+            await put(other, "key", b"again")
+            assert await get(one, "key") == b"again"
+
+
+async def test_a_server_that_lost_its_index_has_all_of_its_journal(tmp_path: Path) -> None:
+    """Parts of uploads that others tell of, too."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await other.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await other.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        part, *_ = await asyncio.gather(
+            one.uploads.put_part(KEY, PartRequest(ref, 1, 10), BytesBody(bytes(10))),
+            *(put(one, f"o{number}", b"data") for number in range(5)),
+        )
+    for path in (tmp_path / "a" / "shared").glob("index*"):
+        path.unlink()
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        assert [await get(one, f"o{number}") for number in range(5)] == [b"data"] * 5
+        claimed = [ClaimedPart(part.part_number, part.etag)]
+        await other.uploads.complete_upload(KEY, CompleteRequest(ref, claimed))
+        assert await get(one, "key") == bytes(10)
+
+
+async def test_an_object_that_no_record_can_hold_is_refused_and_others_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts may be copies, which take no space: nothing else keeps them small."""
+    monkeypatch.setattr("storage_server.home.directory.store.OBJECT_BYTES_MAX", 20)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        part = await one.uploads.put_part(KEY, PartRequest(ref, 1, 21), BytesBody(bytes(21)))
+        claimed = [ClaimedPart(part.part_number, part.etag)]
+        completing = one.uploads.complete_upload(KEY, CompleteRequest(ref, claimed))
+        refused, written = await asyncio.gather(completing, put(one, "other", b"data"), return_exceptions=True)
+        assert isinstance(refused, CallerError)
+        assert refused.code is ErrorCode.ENTITY_TOO_LARGE
+        assert not isinstance(written, BaseException)
+        assert await get(one, "other") == b"data"
+
+
+@pytest.mark.slow
+async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: Path, clock: MovedClock) -> None:
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(50_000))
+        await other.following.read_journals()
+        await one.objects._objects.delete_object(KEY, BUCKET, "key")
+        await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
+        await graced(clock, one, other, graces=1.3)
+        await one.objects.delete_object(KEY, BUCKET, "key")
+        await one._delete_dead()
+        assert len(data_files(tmp_path)) == 1
+        await emptied(tmp_path, clock, one, other)
+
+
+async def test_a_frame_whose_sync_failed_is_written_again(tmp_path: Path) -> None:
+    """A failed sync may have dropped it, and it would be a hole before what is written next."""
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = journal_of(tmp_path, one)
+        sync, dropped = disk.sync, list[int]()
+
+        def drop(fd: int) -> None:
+            name = Path(f"/proc/self/fd/{fd}").readlink()
+            if name == journal and not dropped:
+                dropped.append(journal.stat().st_size)
+                raise OSError(errno.EIO, "dropped")
+            sync(fd)
+
+        disk.sync = drop  # type: ignore[method-assign]
+        written: list[tuple[str, int]] = []
+        write = disk.write
+
+        def note(fd: int, view: memoryview, offset: int) -> int:
+            written.append((Path(f"/proc/self/fd/{fd}").readlink().name, offset))
+            return write(fd, view, offset)
+
+        disk.write = note  # type: ignore[method-assign]
+        with pytest.raises(ServerError):
+            await put(one, "refused", b"data")
+        offsets = [offset for name, offset in written if name == journal.name]
+        assert len(offsets) == 2
+        assert offsets[0] == offsets[1]
+
+
+async def test_zeros_with_bytes_behind_them_are_a_problem(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await other.following.read_journals()
+        journal = journal_of(tmp_path, one)
+        at = journal.stat().st_size
+        await put(one, "lost", b"1")
+        middle = journal.stat().st_size
+        await put(one, "acknowledged", b"2")
+        with journal.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(middle - at))
+        await other.following.read_journals()
+        assert other.unread_count == 1
+
+
+async def test_a_bucket_of_the_same_name_begins_empty(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await other.following.read_journals()
+        await one.objects.delete_bucket(KEY, BUCKET)
+        await other.objects._objects.put_object(KEY, PutRequest(BUCKET, "secret", 5), BytesBody(b"alice"))
+        await one.objects.create_bucket("MALLORY", BUCKET)
+        for shared in (one, other):
+            page = await shared.objects.list_objects("MALLORY", ListRequest(BUCKET))
+            assert page.objects == []
+
+
+async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        await other.following.read_journals()
+        first = journal_of(tmp_path, one)
+        left = first.read_bytes()
+        for _ in range(2):
+            await one.committer.commit(one._shorten_journal, frees=True)
+            one._rewritten_bytes = 0
+        first.write_bytes(left)
+        assert one._journal.generation == 3
+        await put(one, "acknowledged", b"more")
+        assert [await get(other, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert not first.exists()
+
+
+async def test_the_cache_is_told_until_it_has_heard(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        told: list[str] = []
+
+        async def tell(shown: Sequence[Shown]) -> None:
+            told.append("failed" if not told else ",".join(each.key for each in shown))
+            if told == ["failed"]:
+                raise ServerError(ErrorCode.INTERNAL_ERROR, "not now")
+
+        other.on_changed(tell)
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "x", b"1")
+        await other.following.read_journals()
+        await put(one, "y", b"1")
+        await other.following.read_journals()
+        assert told == ["failed", "x,y"]
+
+
+@pytest.mark.slow
+async def test_a_read_on_the_server_that_wrote_the_file_goes_on(tmp_path: Path, clock: MovedClock) -> None:
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        data = content(3_000_000)
+        await put(one, "key", data)
+        async with one.objects.open_object(KEY, ReadRequest(BUCKET, "key")) as read:
+            await one.objects.delete_object(KEY, BUCKET, "key")
+            await graced(clock, one)
+            assert b"".join([bytes(piece) async for piece in read.body]) == data
+        await emptied(tmp_path, clock, one)
+
+
+async def test_many_records_are_read_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following_module, "STEP_BYTES", 2000)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for number in range(20):
+            await put(one, f"one{number}", b"1")
+            await put(other, f"other{number}", b"2")
+        await one.following.read_journals()
+        async with opened(tmp_path, "c") as third:
+            assert shown(third) == shown(one)
+
+
+async def test_the_wrong_directory_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.rename(elsewhere)
+    with pytest.raises(WrongHomeError, match="mounted"):
+        made(tmp_path, "a")
+    shared.rmdir()
+    settings = UpstreamSettings(f"file://{shared}")
+    with pytest.raises(WrongHomeError, match="mounted"):
+        SharedDirectory(settings, StorageSettings(data_dir=tmp_path / "b"), tmp_path / "b" / "shared")
+    shared.mkdir()
+    (shared / "thesis.tex").write_text("mine")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(WrongHomeError, match="other files"):
+        made(tmp_path, "b")
+    assert [path.name for path in shared.iterdir()] == ["thesis.tex"]
+
+
+async def test_two_servers_that_share_a_data_directory_do_not_spoil_the_journal(tmp_path: Path) -> None:
+    """As copies of one virtual machine would: the second write is refused."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = journal_of(tmp_path, one)
+        with journal.open("ab") as file:
+            file.write(b"another server's frame")
+        with pytest.raises(ServerError):
+            await put(one, "key", b"data")
+
+
+async def test_lifecycle_rules_that_no_record_can_have_are_refused(tmp_path: Path) -> None:
+    """Before anything else is refused with them: a transaction has changes of several callers."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        few = [LifecycleRule(str(number), prefix="p", expire_days=1) for number in range(1000)]
+        await one.objects.set_lifecycle(KEY, BUCKET, few)
+        assert await other.objects.get_lifecycle(KEY, BUCKET) == few
+        with pytest.raises(CallerError) as refused:
+            await one.objects.set_lifecycle(KEY, BUCKET, [LifecycleRule("1", prefix="p" * 300_000, expire_days=1)])
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+
+
+async def test_conditions_see_what_others_have_done(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        with pytest.raises(CallerError) as refused:
+            await put(other, "key", b"other", condition=WriteCondition(if_absent=True))
+        assert refused.value.code is ErrorCode.PRECONDITION_FAILED
+
+
+async def test_a_directory_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(one.following, "_patience_s", 0.2)  # from now on: a loaded machine is slower at the start
+        read = one.following._read
+
+        may_end = threading.Event()
+
+        def hang(waiting: list[str] | None) -> Any:
+            may_end.wait(60)
+            return read(waiting)
+
+        monkeypatch.setattr(one.following, "_read", hang)
+        with pytest.raises(ServerError) as refused:
+            await get(one, "key")
+        assert refused.value.code is ErrorCode.SLOW_DOWN
+        may_end.set()
+
+
+def test_an_index_of_hand_made_rows_is_private(tmp_path: Path) -> None:
+    """Other users of the host and of the file system can read nothing."""
+
+    async def check() -> None:
+        async with opened(tmp_path, "a") as one:
+            await one.objects.create_bucket(KEY, BUCKET)
+            await put(one, "key", content(100_000))
+            for path in (*(tmp_path / "shared").rglob("*"), *(tmp_path / "a" / "shared").rglob("*")):
+                if path.is_file() and path.name != "format.json":
+                    assert path.stat().st_mode & 0o077 == 0, path
+            with sqlite3.connect(tmp_path / "a" / "shared" / "index.sqlite3") as db:
+                assert db.execute("SELECT count(*) FROM objects").fetchone() == (1,)
+            assert json.loads((tmp_path / "shared" / "format.json").read_text())["format"] == 1
+
+    asyncio.run(check())

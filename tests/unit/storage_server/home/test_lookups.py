@@ -1,0 +1,123 @@
+"""Lookups of chunks that are upstream or in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from storage_server.home import chunks as chunks_module
+from storage_server.home.chunks import CUT_OFF_S, UpstreamChunks
+from storage_server.planning.extent import Extent
+
+KEYS = [f"{number:064x}" for number in range(4)]
+
+
+class Prefetched:
+    """Fetches that only note what is to come."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def prefetch(self, bucket: str, keys: Sequence[str], wait_s: float) -> None:
+        self.keys += keys
+
+
+async def test_a_leased_chunk_that_is_just_leaving_the_cache_comes_again() -> None:
+    """It was chosen to leave before the lease was given, and its lease waits for it."""
+
+    async def resolve(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        return [[Extent("file", 0, 1, bytes(4), 0)] for _ in keys]
+
+    cache: Any = SimpleNamespace(
+        objects=SimpleNamespace(resolve=resolve),
+        evictor=SimpleNamespace(before_lookup=lambda: 7, note_lookup=lambda bucket, keys, matched, since, lease_s: 2),
+    )
+    nothing: Any = None
+    fetches: Any = Prefetched()
+    chunks = UpstreamChunks(nothing, cache, fetches, nothing)
+    assert await chunks.matched("bucket", KEYS, 60.0) == 4
+    assert fetches.keys == KEYS[2:]
+    assert await chunks.matched("bucket", KEYS) == 4
+    assert fetches.keys == KEYS[2:]
+
+
+class Home:
+    """A home with the first `stored` of KEYS, which may stop answering."""
+
+    def __init__(self, stored: int) -> None:
+        self.stored = stored
+        self.asked = 0
+        self.fault: Exception | None = None
+        self.hangs = False
+
+    async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.fault is not None:
+            raise self.fault
+        return KEYS.index(key) < self.stored
+
+    async def require_bucket(self, bucket: str) -> None:
+        await self.has_object(bucket, KEYS[-1], 0.0)
+
+
+def cached_before(home: Home, cached: int) -> UpstreamChunks:
+    """The chunks of a home, with the first `cached` of KEYS in the cache."""
+
+    async def resolve(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        return [[Extent("file", 0, 1, bytes(4), 0)] if KEYS.index(key) < cached else None for key in keys]
+
+    cache: Any = SimpleNamespace(
+        objects=SimpleNamespace(resolve=resolve),
+        evictor=SimpleNamespace(
+            before_lookup=lambda: 7, note_lookup=lambda bucket, keys, matched, since, lease_s: matched
+        ),
+    )
+    there: Any = home
+    fetches: Any = Prefetched()
+    forget: Any = None
+    return UpstreamChunks(there, cache, fetches, forget)
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+async def test_a_lookup_counts_what_is_cached_while_the_home_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    """And the home is left alone for a while."""
+    now_s = 100.0
+    monkeypatch.setattr(chunks_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    home = Home(3)
+    chunks = cached_before(home, cached)
+    home.fault = ServerError(ErrorCode.SLOW_DOWN, "it is down", retryable=True)
+    assert await chunks.matched("bucket", KEYS) == cached
+    assert chunks.is_cut_off
+    asked = home.asked
+    assert await chunks.matched("bucket", KEYS) == cached
+    assert home.asked == asked
+    home.fault = None
+    now_s += CUT_OFF_S
+    assert not chunks.is_cut_off
+    assert await chunks.matched("bucket", KEYS) == 3
+    assert not chunks.is_cut_off
+
+
+async def test_a_home_that_hangs_holds_a_lookup_up_for_a_short_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "HOME_ANSWERS_S", 0.01)
+    home = Home(3)
+    home.hangs = True
+    chunks = cached_before(home, 2)
+    assert await chunks.matched("bucket", KEYS) == 2
+    assert chunks.is_cut_off
+
+
+async def test_a_refusal_of_the_home_is_the_answer() -> None:
+    home = Home(3)
+    home.fault = CallerError(ErrorCode.ACCESS_DENIED, "not yours")
+    with pytest.raises(CallerError, match="not yours"):
+        await cached_before(home, 2).matched("bucket", KEYS)
