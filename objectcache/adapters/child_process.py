@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import storage_server
 from objectcache.adapters.memory_area import SharedArea
 
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
@@ -25,7 +24,7 @@ _KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "ASAN_")
 def child_environment(environment: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """The variables that are not secret: those that any program needs, and those whose names begin so."""
     kept = _KEPT_PREFIXES + prefixes
-    root = str(Path(storage_server.__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     return {
         **{name: value for name, value in environment.items() if name in _KEPT or name.startswith(kept)},
         "PYTHONPATH": root,

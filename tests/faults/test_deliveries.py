@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from storage_server.agents.rules.agents.rules import used_ids
 
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary
@@ -28,6 +27,7 @@ from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
+from storage_server.agents.rules import used_ids
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OWNER, descriptor_request

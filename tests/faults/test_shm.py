@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
-from storage_server.agents.rules.agents.rules import agents
 
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary
@@ -30,6 +29,7 @@ from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shm import ShmConnection, ShmReceiver
 from storage_server.agents.requests import ActiveRequest
+from storage_server.agents.rules import agents
 from storage_server.delivery.transport import shm_door
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.memory_holes import punch

@@ -16,7 +16,7 @@ import pytest
 from descriptors.peer_auth import PeerSecrets
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.cli.serve import Listen, StorageServer
-from storage_server.service.storage import http_api
+from storage_server.service import http_api
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually
 

@@ -21,6 +21,7 @@ from nixl_client.session.retries import Retries
 from storage_server.home import chunks as chunks_module
 from storage_server.home.claim import WrongDirectoryError, claim
 from storage_server.home.fetch import fetches as fetches_module
+from storage_server.home.rules import groups as groups_module
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
@@ -39,6 +40,13 @@ def ran(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
     return subprocess.run(
         command, capture_output=True, text=True, timeout=30, cwd=repository(), env={**os.environ, **environment}
     )
+
+
+@pytest.fixture(autouse=True)
+def requests_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small chunks, too, come in groups of layers where there are more of them than connections."""
+    monkeypatch.setattr(groups_module, "REQUEST_BYTES", 0)
+    monkeypatch.setattr(groups_module, "LATER_BYTES_MIN", 1)
 
 
 @pytest.fixture(scope="module")

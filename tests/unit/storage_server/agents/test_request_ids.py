@@ -10,12 +10,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from storage_server.agents.rules.agents.rules import used_ids
 
 from descriptors.errors import CallerError, ObjectCacheError
+from storage_server.agents import request_id_log
 from storage_server.agents.request_id_log import WARN_EVERY_S, RequestIdLog
 from storage_server.agents.requests import REMEMBER_S, RequestTable
-from storage_server.agents.rules.agents import request_id_log
+from storage_server.agents.rules import used_ids
 from storage_server.agents.rules.used_ids import IDS_MAX, UsedIds
 
 
