@@ -27,7 +27,7 @@ def script() -> str:
     parts = ["set -eu -o pipefail", "ip link set lo up"]
     for block in blocks():
         if block.startswith("objectcache serve "):
-            parts += [f"{{ {block.strip()}; }} > serve.log 2>&1 &", "server=$!", "trap 'kill $server' EXIT", WAIT]
+            parts += [f"{{ exec {block.strip()}; }} > serve.log 2>&1 &", "server=$!", "trap 'kill $server' EXIT", WAIT]
         else:
             parts.append(block.replace("make install\n", ""))  # .venv is that of the test
     return "\n".join([*parts, "cmp back.md README.md"])
