@@ -45,6 +45,8 @@ RESULT_BYTES_MAX = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
+REFUSAL_BYTES_MAX = 1 << 16
+"""What a member says of an error is parsed on the event loop."""
 _T = TypeVar("_T")
 
 
@@ -264,7 +266,7 @@ class Peer:
             url = f"{self._base}/v1/{call.operation}"
             async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
                 if response.status != 200:
-                    raise _refusal(await read_whole(response, RESULT_BYTES_MAX), response.status)
+                    raise _refusal(await read_whole(response, REFUSAL_BYTES_MAX), response.status)
                 yield response
         except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:  # of a name that no host can have
             raise StorageUnreachableError(error) from error

@@ -33,6 +33,9 @@ STILL_LEASES = 3
 KEEP_ALIVE_S_MIN = 1.0
 """The least time that etcd has to answer a renewal; otherwise it has as long as the renewals are apart."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
+MEMBER_BYTES_MAX = 4096
+"""Anybody who may write to etcd chooses what is parsed here, on the event loop."""
+KEY_CHARACTERS_TOLD = 200
 _log = logging.getLogger(__name__)
 
 
@@ -355,9 +358,12 @@ class EtcdMembership:
 def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
     """The members by name; entries that are none are told and passed over."""
     members: dict[str, Member] = {}
+    bad: list[str] = []
     for key, value in entries:
         name = key.rpartition("/")[2]
         try:
+            if len(value) > MEMBER_BYTES_MAX:
+                raise ClusterError(f"a member has at most {MEMBER_BYTES_MAX} bytes")
             fields = json.loads(value)
             if not isinstance(fields, dict):
                 raise ClusterError("a member is a JSON object")
@@ -365,9 +371,11 @@ def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
             if member.name != name:
                 raise ClusterError(f"the entry {key} is of the member {member.name}")
         except (ValueError, RecursionError) as error:
-            _log.error("the entry %s is no member: %s", key, error)
+            bad.append(f"{key[:KEY_CHARACTERS_TOLD]}: {error}")
             continue
         members[name] = member
+    if bad:
+        _log.error("%d entries are no members; the first one is %s", len(bad), bad[0])
     return members
 
 

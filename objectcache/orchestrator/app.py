@@ -38,7 +38,7 @@ from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import NoEngineError, Prompt
 from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.rules.cross_origin import answer_headers, preflight_headers
-from objectcache.orchestrator.rules.forms import WrongFormError, fields_of
+from objectcache.orchestrator.rules.forms import WrongFormError, form_steps
 from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
     FORMS,
@@ -422,7 +422,7 @@ class App:
         if is_form:
             refused = {*ENGINES_OWN, ENGINE_ARGUMENTS, *(OF_TENANTS if tenant.name else ())}
             try:
-                return ReadBody(raw, read_form(fields_of(http.headers.get("Content-Type", ""), raw), refused))
+                return ReadBody(raw, read_form(await _fields_of(http.headers.get("Content-Type", ""), raw), refused))
             except WrongFormError as error:
                 raise Refusal(400, str(error)) from None
             except WrongRequestError as error:
@@ -516,8 +516,21 @@ async def _replay(
     await response.prepare(http)
     for piece in pieces:
         await response.write(piece)
+        await asyncio.sleep(0)  # to write returns at once where the client reads as fast
     await response.write_eof()
     return response
+
+
+async def _fields_of(content_type: str, raw: bytes) -> list[tuple[str, bytes]]:
+    """Raises WrongFormError."""
+    steps = form_steps(content_type, raw)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            fields: list[tuple[str, bytes]] = end.value
+            return fields
+        await asyncio.sleep(0)
 
 
 def _bearer(http: web.BaseRequest) -> str:

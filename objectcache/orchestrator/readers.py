@@ -23,7 +23,7 @@ from objectcache.orchestrator.rules import reading
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
 from objectcache.orchestrator.tokenizer import NoTokensError
 
-INLINE_BYTES = 1 << 16
+INLINE_BYTES = 1 << 14
 """So much is parsed where it is: it takes some milliseconds at worst."""
 READ_S = 10.0
 START_S = 60.0

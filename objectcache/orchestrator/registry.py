@@ -119,7 +119,10 @@ class EtcdRegistry:
             try:
                 fields = dict(document)
                 is_draining = fields.pop("is_draining", False) is True
-                self._engines[name] = engine_settings({**fields, "name": name}), is_draining
+                settings = engine_settings({**fields, "name": name})
+                if settings.label != name:
+                    raise ValueError("it has another name than its key")
+                self._engines[name] = settings, is_draining
             except ValueError as error:
                 _log.warning("the entry engines/%s of etcd is no engine: %s", name, error)
         return self._engines

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PART_MAX = 0.125
 """One answer takes no more than this fraction of the memory."""
 PIECE_BYTES, ANSWER_BYTES = 64, 1024
 """The memory that Python takes for a piece beside its bytes, and for an answer beside its pieces."""
+ANSWER_BYTES_MAX = 8 << 20
+"""No answer that is kept is larger, however much memory there is: it is looked through as a whole."""
+REPLAYED_BYTES = 1 << 16
+"""An answer is replayed in pieces of about so many bytes: a client chooses how many tokens it has, each a piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer as it came: its pieces, so that a stream is a stream again."""
+    """An answer as it came, in pieces."""
 
     content_type: str
     pieces: tuple[bytes, ...]
@@ -50,6 +55,20 @@ class Collected:
         self.pieces, self.nbytes, self.is_whole = [], 0, False
 
 
+def joined(pieces: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The same bytes in pieces of REPLAYED_BYTES, or a little more, and a last one."""
+    found: list[bytes] = []
+    some: list[bytes] = []
+    nbytes = 0
+    for piece in pieces:
+        some.append(piece)
+        nbytes += len(piece)
+        if nbytes >= REPLAYED_BYTES:
+            found.append(b"".join(some))
+            some, nbytes = [], 0
+    return (*found, b"".join(some)) if some else tuple(found)
+
+
 class ResponseCache:
     """Answers by `orchestrator.rules.openai_requests.response_key`, in at most `bytes_max` bytes, for `kept_s`."""
 
@@ -70,7 +89,7 @@ class ResponseCache:
     @property
     def answer_bytes_max(self) -> int:
         """The largest answer that is kept."""
-        return int(PART_MAX * self.bytes_max)
+        return min(int(PART_MAX * self.bytes_max), ANSWER_BYTES_MAX)
 
     def find(self, key: str, now_s: float) -> Kept | None:
         """The answer; None where there is none, or it is too old."""
@@ -91,7 +110,7 @@ class ResponseCache:
             return
         if key in self._answers:
             self._drop(key)
-        self._answers[key] = Kept(content_type, tuple(answer.pieces), now_s + self._kept_s, nbytes)
+        self._answers[key] = Kept(content_type, joined(answer.pieces), now_s + self._kept_s, nbytes)
         self.used_bytes += nbytes
         while self.used_bytes > self.bytes_max:
             self._drop(next(iter(self._answers)))

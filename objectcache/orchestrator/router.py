@@ -23,7 +23,7 @@ from objectcache.orchestrator.store_lookups import LookupKey, StoreLookups, look
 BLOCK_TOKENS_DEFAULT = 16
 CHAIN_TOKENS_MAX = 131_072
 CHAIN_BLOCKS_MAX = 16_384
-"""A decision needs no more of a prompt, and naming more would hold the event loop."""
+"""A decision needs no more of a prompt, for blocks of all sizes together, and naming more would hold the event loop."""
 
 
 class NoEngineError(Exception):
@@ -58,7 +58,8 @@ class Prompt:
         """The names of its blocks, for blocks of so many tokens, computed with this adapter."""
         found = self.chains.get((block_tokens, adapter))
         if found is None:
-            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * CHAIN_BLOCKS_MAX)]
+            blocks = max(1, CHAIN_BLOCKS_MAX - sum(map(len, self.chains.values())))
+            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * blocks)]
             found = block_hashes(tokens, block_tokens, root_hash(adapter, self.salt))
             self.chains[block_tokens, adapter] = found
         return found
@@ -180,9 +181,11 @@ class Router:
         return prompt.chain(self._block_tokens(engine), engine.adapter(prompt.model))
 
     def _start(self, prompt: Prompt, able: Sequence[Engine]) -> list[bytes]:
-        """Names of the prompt's blocks by which it is pinned and spread, whatever a single engine says."""
+        """The name of the prompt's first block, by which it is pinned and spread, whatever a single engine says."""
         count = sum(bool(engine.adapter(prompt.model)) for engine in able)
-        return prompt.chain(BLOCK_TOKENS_DEFAULT, prompt.model if 2 * count > len(able) else "")
+        adapter = prompt.model if 2 * count > len(able) else ""
+        first = prompt.tokens[:BLOCK_TOKENS_DEFAULT]
+        return block_hashes(first, BLOCK_TOKENS_DEFAULT, root_hash(adapter, prompt.salt))
 
     def _block_tokens(self, engine: Engine) -> int:
         return engine.block_tokens or BLOCK_TOKENS_DEFAULT

@@ -385,7 +385,8 @@ class Orchestrator:
         async with self._changing:
             for name in self._of_registry - set(engines):
                 self._of_registry.discard(name)
-                await self._leave(name)
+                if name in self.engines:
+                    await self._leave(name)
             for name, (settings, is_draining) in engines.items():
                 known = self.engines.get(name)
                 if known is not None and name not in self._of_registry:

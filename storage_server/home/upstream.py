@@ -42,10 +42,11 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
-from objectcache.adapters.threads import to_end
+from objectcache.adapters.threads import computed, to_end
 from storage_server.home.cached_read import healing
 from storage_server.home.chunks import UpstreamChunks
 from storage_server.home.embedded import EmbeddedStore
+from storage_server.home.fetch.fetch import PROVED_HERE_BYTES_MAX
 from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.former_keepers import FormerKeepers, PeerCopies
 from storage_server.home.key_locks import KeyLocks
@@ -182,7 +183,10 @@ class UpstreamHome:
         bucket, key = request.bucket, request.key
         async with self.cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             assert part.extent is not None
-            proof = make_proof(request.nbytes, part.extent.checksums)
+            proof = await computed(
+                partial(make_proof, request.nbytes, part.extent.checksums),
+                is_long=request.nbytes > PROVED_HERE_BYTES_MAX,
+            )
             stored = StoredBody(self.cache.received_pieces(part, pending), part)
             async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
                 sending = send_stored(self.service.objects, request, stored, proof)

@@ -12,7 +12,7 @@ Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -64,8 +64,14 @@ class Verdict(Enum):
 @dataclass(slots=True)
 class _Queue:
     tenant: Tenant
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: OrderedDict[str, Waiting] = field(default_factory=OrderedDict)
+    """By request, first come first: a crowd that hangs up must not cost a search each."""
     deficit_tokens: float = 0.0
+
+    @property
+    def first(self) -> Waiting:
+        """The one whose turn comes next."""
+        return next(iter(self.waiting.values()))
 
 
 class Admission:
@@ -102,13 +108,14 @@ class Admission:
             victim = self._victim(tenant, queue)
             if victim is None:
                 return Verdict.REFUSED
-            self.displaced.append(victim.waiting[-1].request_id)
-            self.end(victim.waiting[-1].request_id)
+            last = next(reversed(victim.waiting))
+            self.displaced.append(last)
+            self.end(last)
             queue = self._queues.get(tenant.name)
         if queue is None:
             queue = self._queues[tenant.name] = _Queue(tenant)
         waiting = Waiting(request_id, tenant, max(1, tokens))
-        queue.waiting.append(waiting)
+        queue.waiting[request_id] = waiting
         self._waiting[request_id] = waiting
         return Verdict.WAITS
 
@@ -129,7 +136,7 @@ class Admission:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             queue = self._queues[waiting.tenant.name]
-            queue.waiting.remove(waiting)
+            del queue.waiting[request_id]
             self._forget_empty(queue)
 
     def start(self) -> list[Waiting]:
@@ -153,15 +160,15 @@ class Admission:
         able = [queue for queue in able if queue.tenant.priority == priority]
         while True:
             for queue in able:
-                if queue.deficit_tokens >= queue.waiting[0].tokens:
-                    waiting = queue.waiting.popleft()
+                if queue.deficit_tokens >= queue.first.tokens:
+                    _, waiting = queue.waiting.popitem(last=False)
                     del self._waiting[waiting.request_id]
                     queue.deficit_tokens -= waiting.tokens
                     self._queues.move_to_end(queue.tenant.name)
                     self._forget_empty(queue)
                     return waiting
             # as many rounds at once as the nearest one needs
-            rounds = min((queue.waiting[0].tokens - queue.deficit_tokens) / _quantum(queue.tenant) for queue in able)
+            rounds = min((queue.first.tokens - queue.deficit_tokens) / _quantum(queue.tenant) for queue in able)
             for queue in able:
                 queue.deficit_tokens += max(rounds, 1e-9) * _quantum(queue.tenant)
 

@@ -7,8 +7,10 @@ browsers and OpenAI's clients write it, byte by byte, and others are refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 
 FIELDS_MAX = 64
+STEP_BYTES = 1 << 20
 HEAD_BYTES_MAX, VALUE_BYTES_MAX = 1024, 1024
 _BOUNDARY = re.compile(r'multipart/form-data\s*;\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"\\]{1,70}))\s*\Z', re.IGNORECASE)
 _NAME = re.compile(
@@ -23,6 +25,17 @@ class WrongFormError(ValueError):
 
 def fields_of(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
     """Name of each field, in order, and the first VALUE_BYTES_MAX bytes of its value. Raises WrongFormError."""
+    steps = form_steps(content_type, body)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            fields: list[tuple[str, bytes]] = end.value
+            return fields
+
+
+def form_steps(content_type: str, body: bytes) -> Generator[None, None, list[tuple[str, bytes]]]:
+    """As `fields_of`, in steps of STEP_BYTES: a client chooses the boundary, and may make the search for it slow."""
     found = _BOUNDARY.match(content_type)
     if found is None:
         raise WrongFormError("the Content-Type names no boundary")
@@ -31,7 +44,7 @@ def fields_of(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
         raise WrongFormError("the form does not begin with its boundary")
     fields: list[tuple[str, bytes]] = []
     at = len(mark)
-    while (end := body.find(b"\r\n" + mark, at)) >= 0:
+    while (end := (yield from _found(body, b"\r\n" + mark, at))) >= 0:
         if len(fields) == FIELDS_MAX:
             raise WrongFormError(f"the form has more than {FIELDS_MAX} fields")
         fields.append(_field(body[at : min(end, at + HEAD_BYTES_MAX + VALUE_BYTES_MAX)]))
@@ -39,6 +52,15 @@ def fields_of(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
     if body[at:] not in (b"--", b"--\r\n"):
         raise WrongFormError("the form does not end with its boundary")
     return fields
+
+
+def _found(body: bytes, mark: bytes, at: int) -> Generator[None, None, int]:
+    for start in range(at, len(body), STEP_BYTES):
+        end = body.find(mark, start, start + STEP_BYTES + len(mark) - 1)
+        if end >= 0:
+            return end
+        yield
+    return -1
 
 
 def _field(part: bytes) -> tuple[str, bytes]:

@@ -175,6 +175,8 @@ def _prompt(kind: RequestKind, body: Mapping[str, Any], model: str) -> tuple[Tok
 
 def _completion(body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+        prompt = prompt[0]
     if isinstance(prompt, str):
         document: dict[str, Any] = {"model": model, "prompt": prompt}
         if "add_special_tokens" in body:
@@ -184,8 +186,6 @@ def _completion(body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, M
         if prompt is None and "prompt_embeds" in body:
             return None, None
         raise WrongRequestError("prompt must be a text, a list of token ids, or a list of these", "prompt")
-    if len(prompt) == 1 and isinstance(prompt[0], list | str):
-        return _completion({**body, "prompt": prompt[0]}, model)
     if prompt and type(prompt[0]) is int:
         try:
             return token_ids(prompt), None

@@ -27,6 +27,8 @@ ENGINES_MAX = 1024
 BLOCKS_MAX = 4_000_000
 """One engine has no more blocks, all its data-parallel ranks together."""
 EXPECTED_S = 2.0
+EXPECTED_STEPS_MAX = 16_384
+"""One decision follows so many expected blocks, of all engines and their ranks together."""
 """A request that was sent to an engine will have its blocks there soon. If no event says so after this time, the blocks
 do not count any more.
 """
@@ -203,6 +205,7 @@ class PrefixIndex:
         """The same, for some of the engines."""
         counts = self._events_say(chain)
         found: dict[str, int] = {}
+        steps = EXPECTED_STEPS_MAX
         for name in names:
             engine = self._engines.get(name)
             if engine is None:
@@ -212,8 +215,10 @@ class PrefixIndex:
             expected = engine.expected
             if expected:
                 _forget_past(expected, now_s)
-                while count < len(chain) and (expected.get(chain[count], 0.0) > now_s or chain[count] in engine.counts):
+                end = min(len(chain), count + steps)
+                while count < end and (expected.get(chain[count], 0.0) > now_s or chain[count] in engine.counts):
                     count += 1
+                    steps -= 1
             found[name] = count
         return found
 

@@ -94,9 +94,16 @@ def _read(raw: bytes, order: Order) -> ReadBody:
     if order.tenant and asked.session:  # a name that two tenants give is two sessions
         asked = dataclasses.replace(asked, session=f"{order.tenant}\n{asked.session}")
     key = None
-    if order.with_key and asked.is_deterministic and asked.is_generating:
+    if order.with_key and asked.is_deterministic and asked.is_generating and _is_stateless(order.kind, changed):
         key = response_key(f"{order.tenant}\n{order.authorization}", order.kind, changed)
     return ReadBody(raw if changed == body else json.dumps(changed).encode(), asked, key)
+
+
+def _is_stateless(kind: RequestKind, body: Mapping[str, Any]) -> bool:
+    """Whether the engine keeps nothing of the answer, and answers from nothing that it has kept."""
+    if kind is not RequestKind.RESPONSES:
+        return True
+    return body.get("store") is False and not body.get("conversation") and not body.get("previous_response_id")
 
 
 def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:

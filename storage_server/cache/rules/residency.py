@@ -18,7 +18,7 @@ from storage_server.planning.forms import Encoded, Reading, Takes
 from storage_server.planning.free_space import FreeSpace
 
 Key = tuple[str, int]
-SLIDE_EXTENTS_MAX = 4096
+SLIDE_EXTENTS_MAX = 256
 """Free spans that one call of `slide` looks at."""
 
 
@@ -162,9 +162,10 @@ class Residency:
                 break
             resident = self._resident[key]
             self._slide_from = gap[0]
-            if gap[1] >= nbytes or moved_bytes + resident.nbytes > moved_bytes_max:
+            is_too_large = resident.nbytes > moved_bytes_max
+            if gap[1] >= nbytes or (moved_bytes + resident.nbytes > moved_bytes_max and not is_too_large):
                 break
-            if resident.pins or not resident.is_filled:
+            if resident.pins or not resident.is_filled or is_too_large:
                 self._slide_from = resident.offset + resident.nbytes
                 continue
             moves.append((resident.offset, gap[0], resident.nbytes))

@@ -29,6 +29,7 @@ from storage_server.home.rules.least_rate import LeastRate
 from storage_server.home.rules.refusals import unreachable
 from storage_server.settings import UpstreamSettings
 
+HEAD_BYTES_MAX = 1 << 15
 ERROR_BYTES_MAX = 64 << 10
 PIECE_BYTES = 128 * KIB
 """Read in one call, which returns when all of it has come: the rate of a body is watched between calls."""
@@ -242,6 +243,8 @@ class BulkRead:
     def _received(self, response: http.client.HTTPResponse) -> bool:
         """Receive the body; whether the connection can be used again."""
         headers = {name.lower(): _text(value) for name, value in response.getheaders()}
+        if sum(map(len, headers.values())) > HEAD_BYTES_MAX:
+            raise http.client.LineTooLong(f"a head of over {HEAD_BYTES_MAX} bytes, which")
         view = self._into.view
         if response.status >= 300:
             self._tell(Head(response.status, headers, response.read(ERROR_BYTES_MAX)))

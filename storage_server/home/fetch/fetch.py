@@ -20,7 +20,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerE
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
-from objectcache.adapters.threads import HERE_BYTES_MAX, to_end
+from objectcache.adapters.threads import HERE_BYTES_MAX, computed, to_end
 from storage_server.delivery.gather.coming import Arrival, ComingExtent
 from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
 from storage_server.delivery.gather.passing import PassingExtent
@@ -33,7 +33,7 @@ from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.groups import group_ends
 from storage_server.home.rules.headers import is_md5
-from storage_server.home.rules.proof import Proof, proved_bytes
+from storage_server.home.rules.proof import Proof, proved_bytes, proves
 from storage_server.home.rules.remote_entry import RemoteEntry
 from storage_server.home.s3.copied_tags import CopiedTags
 from storage_server.home.s3.turns import Turns
@@ -45,10 +45,13 @@ from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
+from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.planning.extent import Extent, aligned
 
 PREFETCH_BYTES_MAX = 128 * MIB
 """One chunk has no more bytes fetched ahead."""
+PROVED_HERE_BYTES_MAX = 64 * MIB
+"""The checksums of so many bytes are joined in some milliseconds."""
 PREFETCH_GROUP = 1 << 20
 """Behind all groups of chunks that somebody waits for."""
 QUIET_S = 0.05
@@ -205,6 +208,8 @@ class Fetch:
         self._receiver: Receiver | None = None
         self._arrival: Arrival | None = None
         self._so_far = b"", 0
+        self._proved_bytes = 0
+        self._is_wrong = False
         self._proof: Proof | None = None
         self.info: ObjectInfo | None = None
         """Upstream's description of it, when it has begun."""
@@ -355,18 +360,26 @@ class Fetch:
         without a proof nothing is told before its end, where its ETag proves it as a whole.
         """
         self._so_far = words, arrived_bytes
-        if self._arrival is None or self._proof is None:
+        if self._arrival is None or self._proof is None or self._is_wrong:
             return
-        proved = proved_bytes(self._proof, words, arrived_bytes)
-        if proved is not None and self._arrival.arrived_bytes < proved < self._arrival.nbytes:
-            self._arrival.advance(proved, words)
+        start, end = self._proved_bytes, arrived_bytes // self._proof.unit_bytes * self._proof.unit_bytes
+        if not start < end < self._arrival.nbytes:
+            return
+        fresh = words[start // BLOCK_BYTES * WORD_BYTES : end // BLOCK_BYTES * WORD_BYTES]
+        if not proves(self._proof, fresh, start, end):  # only what is new: a large chunk comes in thousands of steps
+            self._is_wrong = True
+            return
+        self._proved_bytes = end
+        if self._arrival.arrived_bytes < end:
+            self._arrival.advance(end, words)
 
     async def _prove(self, info: ObjectInfo, receiver: Receiver) -> None:
         """The last bytes are told only when all bytes are proved."""
         assert self._arrival is not None
         words = receiver.words()
         if self._proof is not None:
-            if proved_bytes(self._proof, words, info.nbytes) != info.nbytes:
+            prove = partial(proved_bytes, self._proof, words, info.nbytes)
+            if await computed(prove, is_long=info.nbytes > PROVED_HERE_BYTES_MAX) != info.nbytes:
                 raise wrong("the bytes are not those that were put")
         elif is_md5(info.etag) and info.etag != await receiver.etag():
             raise wrong("the bytes are not those of the ETag")

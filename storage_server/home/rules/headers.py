@@ -38,6 +38,8 @@ METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
+KEPT_BYTES_MAX = 1 << 14
+"""All that a cached object keeps of its head: each row has it. S3 allows 2 KiB of metadata."""
 ETAG_CHARACTERS_MAX = 256
 NUMBER_DIGITS_MAX = 18
 """A number of bytes has no more digits. Python reads no number of more than 4,300."""
@@ -81,7 +83,7 @@ def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[st
     named = checksum(headers)
     storage_class = headers.get("x-amz-storage-class", STANDARD)
     texts = (etag, storage_class, *kept.values(), *(() if named is None else (named.value,)))
-    if not all(map(is_header_text, texts)):
+    if sum(map(len, texts)) + sum(map(len, kept)) > KEPT_BYTES_MAX or not all(map(is_header_text, texts)):
         raise _nonsense("an object came with a header that no answer can have")
     count = headers.get(TAGGING_COUNT, "")
     attributes = Attributes(

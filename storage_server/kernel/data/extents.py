@@ -30,6 +30,7 @@ from storage_server.planning.extent import CorruptExtentError, Extent, MissingFi
 
 IDLE_FILES_MAX = 512
 LOOKED_AT_ONCE = 4096
+UNDELETED_AT_ONCE = 64
 PUNCHED_MAX = 65_536
 """So many locations are remembered that were given back. A reader that began before the first of them reads again."""
 FOLDER = "extents"
@@ -69,6 +70,7 @@ class ExtentFiles:
         self._open_files_max = limit - direct_threads * self.direct_files_max
         self._lock = threading.Lock()
         self._giver = ThreadPoolExecutor(1, "give-back")
+        self._undeleted: list[str] = []
         self._live: set[str] = set()
         self._pins: Counter[str] = Counter()
         self._fds: OrderedDict[str, int] = OrderedDict()
@@ -334,20 +336,24 @@ class ExtentFiles:
                 return
 
     def _given_back(self, dead: Sequence[str], holes: Sequence[Hole]) -> None:
+        again, self._undeleted = self._undeleted[:UNDELETED_AT_ONCE], self._undeleted[UNDELETED_AT_ONCE:]
         for file_id, offset, nbytes in joined(holes):
             with contextlib.suppress(OSError):
                 if self.disk.punch(self.place(file_id), offset, nbytes):
                     self._space.give_back(file_id, nbytes)
                     continue
             self._space.revive(file_id, nbytes)  # it comes back when the file is deleted
-        for file_id in dead:
+        for file_id in (*dead, *again):
             with self._lock:
                 fd = self._fds.pop(file_id, None)
             if fd is not None:
                 os.close(fd)
-            with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
+            try:
                 self.disk.unlink(self.place(file_id))
                 self._space.forget(file_id)
+            except OSError:
+                self._space.revive(file_id)
+                self._undeleted.append(file_id)  # tried again with the next that go, or swept at the next start
 
     def count(self) -> int:
         """Files of extents in the directory."""

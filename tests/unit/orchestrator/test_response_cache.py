@@ -21,7 +21,7 @@ def test_answers_are_kept_for_their_time_and_within_the_memory() -> None:
     assert cache.find("0", 19.0) is None
     kept = cache.find("199", 20.0)
     assert kept is not None
-    assert kept.pieces == (b"x" * 400, b"y" * 400)
+    assert kept.pieces == (b"x" * 400 + b"y" * 400,)
     assert cache.find("199", 29.9) is None
     assert cache.hit_count == 1
     keep(cache, "large", (b"z" * 20_000,), 0.0)
