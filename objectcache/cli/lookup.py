@@ -10,6 +10,7 @@ import argparse
 import http.client
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from objectcache.cli.remote import connected, remote_options, told
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 ANSWER_S = 30.0
+PIECE_BYTES = 1 << 20
 ANSWER_BYTES_MAX = 64 << 20
 PROMPT_BYTES_MAX = 16 << 20
 PLACES = {Tier.DRAM: "memory", Tier.DISK: "the data directory", Tier.SERVICE: "the service behind the cache"}
@@ -59,8 +61,8 @@ def add_lookup(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -
 
 def run_lookup(options: argparse.Namespace) -> int:
     """0: the store was asked. Raises ConfigError, NoServerError."""
-    from nixl_client.connectors.vllm.naming import KeyChain
     from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, read_metrics
+    from objectcache.orchestrator.store_lookups import named_chunks
 
     asked = request_of(_prompt(options.prompt_file))
     salt = asked.pop("cache_salt", "")
@@ -84,15 +86,11 @@ def run_lookup(options: argparse.Namespace) -> int:
         "tiers": {},
     }
     if count:
+        ranks = [keys for keys in named_chunks(published, tokens, salt) if keys]
         with connected(options, published.bucket) as client:
-            ranks = [
-                KeyChain(deployment.namespace(rank, "", salt), layout.chunk_tokens).keys(tokens, count)
-                for rank in range(deployment.rank_count)
-            ]
             runs = [client.tiers(keys, accept=published.accept) for keys in ranks]
-        shortest = min(
-            runs, key=lambda each: sum(count for _, count in each)
-        )  # a chunk is loaded where all ranks have it
+        # a chunk is loaded where all ranks have it
+        shortest = min(runs, key=lambda each: sum(many for _, many in each), default=())
         found["tiers"] = counts_of(shortest)
         found["stored_chunks"] = sum(found["tiers"].values())
     found["stored_tokens"] = found["stored_chunks"] * layout.chunk_tokens
@@ -175,8 +173,13 @@ def _asked(engine: str, path: str, document: Any, bytes_max: int) -> bytes:
     body = None if document is None else json.dumps(document).encode()
     try:
         asked = urllib.request.Request(url, body, {"Content-Type": "application/json"} if body else {})
+        until_s = time.monotonic() + ANSWER_S
+        data = b""
         with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
-            data: bytes = answer.read(bytes_max + 1)
+            while len(data) <= bytes_max and (piece := answer.read1(min(PIECE_BYTES, bytes_max + 1 - len(data)))):
+                data += piece
+                if time.monotonic() > until_s:
+                    raise TimeoutError(f"no whole answer in {ANSWER_S:.0f} s")
     except urllib.error.HTTPError as error:
         raise NoServerError(f"{url} answers {error.code}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -160,10 +160,7 @@ class StoreLookups:
 
     def _keys(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:
         """The keys of each rank's chunks. Raises ValueError for what can have no keys."""
-        deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
-        count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)
-        ranks = _asked_ranks(deployment.rank_count)
-        return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
+        return named_chunks(published, tokens, salt)
 
     def _look_up(self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
         """The count of chunks and the rate. Costs of engines decide neither, and are not sent."""
@@ -203,6 +200,16 @@ class StoreLookups:
         if len(self._stores) > ENDPOINTS_MAX:
             self._threads.submit(self._stores.popitem(last=False)[1].close)
         return made
+
+
+def named_chunks(published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:
+    """The keys of a prompt's chunks, for each rank that is asked, KEYS_MAX for all ranks together: an engine says how
+    many tokens a chunk has, and how many ranks there are. Raises ValueError for what can have no keys.
+    """
+    deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
+    count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)
+    ranks = _asked_ranks(deployment.rank_count)
+    return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
 
 
 async def _in_thread(threads: ThreadPoolExecutor, places: asyncio.Semaphore, work: Callable[[], _T]) -> _T:

@@ -183,10 +183,8 @@ class UpstreamHome:
         bucket, key = request.bucket, request.key
         async with self.cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             assert part.extent is not None
-            proof = await computed(
-                partial(make_proof, request.nbytes, part.extent.checksums),
-                is_long=request.nbytes > PROVED_HERE_BYTES_MAX,
-            )
+            make = partial(make_proof, request.nbytes, part.extent.checksums)
+            proof = await computed(make, is_long=request.nbytes > PROVED_HERE_BYTES_MAX)
             stored = StoredBody(self.cache.received_pieces(part, pending), part)
             async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
                 sending = send_stored(self.service.objects, request, stored, proof)

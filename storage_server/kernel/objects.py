@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from descriptors.chunk_flags import copied
@@ -21,7 +22,7 @@ from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.space import CALLER, reserved_in
-from storage_server.kernel.index import transaction
+from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.resolved import ResolvedKeys
@@ -35,6 +36,7 @@ from storage_server.kernel.watcher import Watcher
 COPIED_BYTES_MAX = 5 * GIB
 """S3 copies no larger object as one; a larger one keeps its parts here."""
 COPY_ATTEMPTS_MAX = 8
+DELETED_EXTENTS_MAX = 1000
 _T = TypeVar("_T")
 
 
@@ -146,7 +148,12 @@ class Objects(Reads):
         await self._change(lambda tx: transaction.remove(tx, bucket, key, condition), frees=True)
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
-        await self._change(lambda tx: transaction.remove_many(tx, bucket, keys), frees=True)
+        """Other writes go between the changes: S3 does not ask for all or nothing, and one change of a thousand objects
+        with many parts would keep everybody waiting.
+        """
+        groups = await self._index.threaded(lambda db: queries.in_changes(db, bucket, keys, DELETED_EXTENTS_MAX))
+        for group in groups:
+            await self._change(partial(transaction.remove_many, bucket=bucket, keys=group), frees=True)
         return []
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from objectcache.orchestrator.response_cache import ANSWER_BYTES, PIECE_BYTES, Collected, ResponseCache
+from objectcache.orchestrator.response_cache import (
+    ANSWER_BYTES,
+    ANSWER_BYTES_MAX,
+    PIECE_BYTES,
+    REPLAYED_BYTES,
+    Collected,
+    ResponseCache,
+    joined,
+)
 
 
 def keep(cache: ResponseCache, key: str, pieces: tuple[bytes, ...], now_s: float) -> None:
@@ -56,3 +64,15 @@ def test_answers_under_way_together_take_no_more_than_the_cache() -> None:
         answer.drop()
         answer.drop()
     assert cache.collecting_bytes == 0
+
+
+def test_an_answer_is_replayed_in_few_pieces() -> None:
+    """A client chooses how many tokens it has, and each comes as a piece."""
+    pieces = [b"x" * 150] * 2000
+    found = joined(pieces)
+    assert b"".join(found) == b"".join(pieces)
+    assert len(found) <= 300_000 // REPLAYED_BYTES + 1
+
+
+def test_no_answer_is_looked_through_that_is_very_large() -> None:
+    assert ResponseCache(1 << 40, 10.0).answer_bytes_max == ANSWER_BYTES_MAX

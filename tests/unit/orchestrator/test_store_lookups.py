@@ -21,9 +21,11 @@ from objectcache.orchestrator.settings import StoreSettings
 from objectcache.orchestrator.store_lookups import (
     ENDPOINTS_MAX,
     FAILURES_MAX,
+    KEYS_MAX,
     RANKS_ASKED_MAX,
     StoreLookups,
     lookup_key,
+    named_chunks,
 )
 
 TOKENS = list(range(64))
@@ -210,3 +212,12 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
         assert counts == [2] * RANKS_ASKED_MAX
     finally:
         store.close()
+
+
+def test_an_engine_cannot_have_any_number_of_chunks_named() -> None:
+    """It says how many tokens a chunk has, and how many ranks write its parts."""
+    deployment = Deployment("m", "bfloat16", 1, tp_size=1024)
+    greedy = Published(deployment, ChunkLayout(2, 1, 4096), "http://127.0.0.1:1", "bucket")
+    keys = named_chunks(greedy, list(range(100_000)), "")
+    assert len(keys) <= RANKS_ASKED_MAX
+    assert sum(map(len, keys)) * deployment.rank_count / len(keys) <= KEYS_MAX

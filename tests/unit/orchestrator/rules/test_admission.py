@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
+from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict, Waiting
 
 A, B = Tenant("a"), Tenant("b")
 
@@ -158,3 +158,17 @@ def test_another_share_counts_for_requests_that_wait_already() -> None:
     assert started(admission) == []
     admission.set_share(Tenant("t", active_max=3))
     assert started(admission) == ["1", "2"]
+
+
+def test_a_crowd_that_hangs_up_costs_no_search_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = Admission(AdmissionSettings(1, 4096))
+    for index in range(200):
+        admission.offer(str(index), Tenant("a"), 1)
+
+    def compared(*_: object) -> bool:
+        raise AssertionError("one after the other was looked at")
+
+    monkeypatch.setattr(Waiting, "__eq__", compared)
+    for index in reversed(range(200)):
+        admission.end(str(index))
+    assert (admission.waiting_count, admission.active_count) == (0, 0)

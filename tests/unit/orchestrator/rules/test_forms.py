@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from urllib3.filepost import encode_multipart_formdata
 
-from objectcache.orchestrator.rules.forms import FIELDS_MAX, WrongFormError, fields_of
+from objectcache.orchestrator.rules import forms
+from objectcache.orchestrator.rules.forms import FIELDS_MAX, WrongFormError, fields_of, form_steps
 
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters='"\\'), min_size=1, max_size=20)
 FIELD = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
@@ -56,3 +59,13 @@ def test_what_an_engine_might_read_in_another_way_is_refused(body: bytes) -> Non
 def test_a_form_names_one_boundary(content_type: str) -> None:
     with pytest.raises(WrongFormError):
         fields_of(content_type, FIELD + END)
+
+
+@given(st.lists(st.tuples(NAMES, st.binary(max_size=50)), min_size=1, max_size=8), st.integers(1, 40))
+def test_a_form_is_read_in_steps(fields: list[tuple[str, bytes]], step_bytes: int) -> None:
+    """A client chooses the boundary, by which the search may be slow: others get their turn between steps."""
+    body, content_type = encode_multipart_formdata(fields)
+    with mock.patch.object(forms, "STEP_BYTES", step_bytes):
+        assert fields_of(content_type, body) == fields
+        taken = sum(1 for _ in form_steps(content_type, body))
+    assert taken >= (len(body) - len(fields) * (step_bytes + 200)) // step_bytes

@@ -53,6 +53,10 @@ def test_a_chat_is_tokenized_with_everything_that_its_template_sees() -> None:
     [
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
         (COMPLETIONS, {"prompt": ["a", "b"]}),
+        (
+            COMPLETIONS,
+            {"prompt": [[[1, 2]]]},
+        ),  # deeper than engines take it
         (COMPLETIONS, {"prompt_embeds": "…"}),
         (RequestKind.EMBEDDINGS, {"input": "text"}),
         (RequestKind.RESPONSES, {"input": "text", "previous_response_id": "resp_1"}),

@@ -199,3 +199,11 @@ def test_the_ranks_of_an_engine_share_its_bound(monkeypatch: pytest.MonkeyPatch)
     index.add_engine("a")
     index.apply("a", stored(PROMPT, 100))
     assert index.held_count("a") == 5
+
+
+def test_a_decision_follows_so_many_expected_blocks_of_all_engines_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "EXPECTED_STEPS_MAX", 7)
+    index = index_of("a", "b", "c")
+    for name in ("a", "b", "c"):
+        index.expect(name, CHAIN, 0.0)
+    assert index.held(CHAIN, 1.0) == {"a": 5, "b": 2, "c": 0}

@@ -129,3 +129,19 @@ def test_an_engines_answer_has_token_ids_or_is_none(wrong: bytes) -> None:
     assert answered_tokens(b'{"tokens": [1, 4294967295], "count": 2}').tolist() == [1, 4294967295]
     with pytest.raises(ValueError, match=r"token|JSON|Expecting|deep"):
         answered_tokens(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({}, False),  # a response is stored unless the client says otherwise
+        ({"store": True}, False),
+        ({"store": False}, True),
+        ({"store": False, "conversation": "conv_1"}, False),
+        ({"store": False, "previous_response_id": "resp_1"}, False),
+    ],
+)
+def test_an_answer_that_an_engine_remembers_is_not_kept(fields: dict[str, Any], is_kept: bool) -> None:
+    body = raw(input="a", temperature=0, **fields)
+    read = read_body(body, Order(RequestKind.RESPONSES, {}, "", False, "", True))
+    assert (read.response_key is not None) is is_kept

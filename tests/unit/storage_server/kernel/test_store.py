@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -24,8 +25,10 @@ from descriptors.objects import (
 from descriptors.units import MIB
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel import objects as objects_module
 from storage_server.kernel.data import extents as extents_module
 from storage_server.kernel.data.extents import ExtentFiles, PinSet, joined
+from storage_server.kernel.data.space import Space
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
@@ -318,3 +321,50 @@ async def test_a_deleted_neighbours_space_is_free_at_once_and_its_readers_go_on(
     for index in (6, 7):
         assert await get(store, f"key-{index}") == content(SMALL, index)
     store.close()
+
+
+def test_a_file_that_could_not_be_deleted_is_tried_again(tmp_path: Path) -> None:
+    """Meanwhile its bytes do not count as about to come back: writers would wait for them for ever."""
+
+    class Failing(FaultyDisk):
+        is_failing = True
+
+        def unlink(self, place: Beneath) -> None:
+            if self.is_failing:
+                raise OSError(errno.EMFILE, "too many files are open")
+            super().unlink(place)
+
+    space = Space(tmp_path, None)
+    disk = Failing()
+    files = ExtentFiles(tmp_path, 10, disk, space)
+    files.start()
+    names = ["e" * 32, "f" * 32]
+    for name in names:
+        files.place(name).parent.make_folder()
+        files.place(name).path.write_bytes(b"data")
+        files.add(name)
+        space.take(name, 4096)
+    space.doom([(names[0], 0, 4096)])
+    files.dispose(names[0])
+    files.settle()
+    assert (space.dying_bytes, space.kept_bytes) == (0, 2 * 4096)
+    disk.is_failing = False
+    files.dispose(names[1])
+    files.settle()
+    assert (space.kept_bytes, files.count()) == (0, 0)
+
+
+async def test_many_objects_are_deleted_in_changes_of_few_rows(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody's writes wait for a change that is under way."""
+    monkeypatch.setattr(objects_module, "DELETED_EXTENTS_MAX", 3)
+    keys = [f"key {number}" for number in range(7)]
+    for key in keys:
+        await put(store, key, b"data")
+    before = store.committer.change_count
+    await store.objects.delete_objects("k", "bbb", [*keys, "none"])
+    assert store.committer.change_count - before == 3
+    assert (await store.objects.delete_objects("k", "bbb", [])) == []
+    with pytest.raises(ObjectCacheError, match="NoSuchKey"):
+        await get(store, keys[-1])

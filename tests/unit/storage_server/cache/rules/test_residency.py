@@ -227,3 +227,12 @@ def test_extents_slide_together_until_there_is_room() -> None:
     spans = sorted([(offset, 2 * UNIT) for offset in pinned if offset is not None] + [(taken[0][1], 4 * UNIT)])
     assert all(start + length <= after for (start, length), (after, _) in pairwise(spans))
     assert residency.slide(8 * UNIT, 100 * UNIT) == [], "nothing that is read moves, and there is no such room"
+
+
+def test_an_extent_that_is_too_large_to_move_keeps_no_others_from_it() -> None:
+    residency = Residency(16 * UNIT)
+    sizes = {0: 2, 1: 6, 2: 2, 3: 2, 4: 4}
+    bring_in(residency, [extent(number, units * UNIT) for number, units in sizes.items()])
+    evict(residency, extent(0, 2 * UNIT), extent(2, 2 * UNIT))
+    moved = [move for _ in range(3) for move in residency.slide(4 * UNIT, 3 * UNIT)]
+    assert moved == [(10 * UNIT, 8 * UNIT, 2 * UNIT)], "the first gap is before an extent of six units"

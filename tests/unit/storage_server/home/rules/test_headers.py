@@ -159,3 +159,11 @@ def test_what_others_wrote_there_is_kept_only_where_it_is_a_value_of_ours(name: 
     """Everybody who may write to the other service may write its metadata."""
     found = object_info("key", 1, {**WHOLE, f"x-amz-meta-objectcache-{name}": value}, {}).attributes.headers
     assert found.get(f"x-amz-objectcache-{name}") == (value if is_kept else None)
+
+
+def test_a_head_that_is_too_long_to_keep_is_refused() -> None:
+    """Each row of the index would have it."""
+    heads = {f"x-amz-meta-{number}": "v" * 1000 for number in range(20)}
+    with pytest.raises(ServerError):
+        object_info("key", 1, {**WHOLE, **heads}, {})
+    assert object_info("key", 1, {**WHOLE, **dict(list(heads.items())[:2])}, {}).attributes.headers
