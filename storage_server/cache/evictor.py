@@ -495,7 +495,8 @@ class Evictor(Watcher):
             for _ in range(2):  # the committer gives back what has ended without a row before it takes the next change
                 await self._change(lambda tx: None)
             for bound in self._hopeless():
-                if bound is not self._bound or not await self._io.run(self._readers_withhold):
+                waits_for_readers = bound is self._bound and await self._io.run(self._readers_withhold)
+                if not waits_for_readers and bound in self._hopeless():  # what readers gave up just now comes back
                     bound.refuse()
         return bool(victims)
 

@@ -160,6 +160,7 @@ class ExtentFiles:
                 self._doomed.add(file_id)
                 self._space.revive(file_id)
                 return
+            self._space.doom_file(file_id)
         self._give_back([file_id], [])
 
     def punch(self, holes: Iterable[Hole]) -> None:
@@ -201,7 +202,9 @@ class ExtentFiles:
         return file_id in self._whole or (file_id, offset) in self._locations
 
     def _release(self, file_ids: Iterable[str]) -> tuple[list[str], list[Hole]]:
-        """Unpin files once. Returns the files and holes that had to wait for it."""
+        """Unpin files once. Returns the files and holes that had to wait for it. Their bytes count as about to come back
+        from the moment on at which no reader withholds them: else writers would be refused in between.
+        """
         dead: list[str] = []
         free: list[Hole] = []
         for file_id in file_ids:
@@ -212,12 +215,15 @@ class ExtentFiles:
                 if file_id in self._doomed:
                     self._doomed.discard(file_id)
                     self._holes.pop(file_id, None)
+                    self._space.doom_file(file_id)
                     dead.append(file_id)
                     continue
             holes = self._holes.get(file_id, {})
             for offset in [offset for offset in holes if not self._is_read(file_id, offset)]:
                 self._note_punched(file_id, offset)
-                free.append((file_id, offset, holes.pop(offset)))
+                hole = file_id, offset, holes.pop(offset)
+                self._space.doom([hole])
+                free.append(hole)
             if is_last:
                 self._holes.pop(file_id, None)
         self._close_idle(IDLE_FILES_MAX)

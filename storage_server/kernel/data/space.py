@@ -188,6 +188,14 @@ class Space:
                 self._dying[file_id] += aligned(nbytes)
                 self._dying_bytes += aligned(nbytes)
 
+    def doom_file(self, file_id: str) -> None:
+        """Note that a file is about to be deleted."""
+        with self._lock:
+            more = self._of_files.get(file_id, 0) - self._dying.get(file_id, 0)
+            if more > 0:
+                self._dying[file_id] += more
+                self._dying_bytes += more
+
     def give_back(self, file_id: str, nbytes: int) -> None:
         """Note that the file system has got these bytes of a file back."""
         with self._lock:

@@ -252,8 +252,10 @@ def test_a_reader_that_ends_waits_for_no_file_system(tmp_path: Path) -> None:
             may_go.wait()
             super().unlink(place)
 
-    files = ExtentFiles(tmp_path, 10, Waiting())
+    space = Space(tmp_path, None)
+    files = ExtentFiles(tmp_path, 10, Waiting(), space)
     files.start()
+    space.take("f" * 32, 4096)
     place = files.place("f" * 32)
     place.parent.make_folder()
     place.path.write_bytes(b"data")
@@ -262,8 +264,10 @@ def test_a_reader_that_ends_waits_for_no_file_system(tmp_path: Path) -> None:
     files.dispose("f" * 32)
     files.unpin(["f" * 32])
     assert place.path.exists()
+    assert (space.dying_bytes, space.kept_bytes) == (4096, 0), "writers may wait for it"
     may_go.set()
     files.settle()
+    assert (space.dying_bytes, space.extent_bytes) == (0, 0)
     assert not place.path.exists()
 
 
