@@ -202,8 +202,8 @@ class ExtentFiles:
         return file_id in self._whole or (file_id, offset) in self._locations
 
     def _release(self, file_ids: Iterable[str]) -> tuple[list[str], list[Hole]]:
-        """Unpin files once. Returns the files and holes that had to wait for it. Their bytes count as about to come back
-        from the moment on at which no reader withholds them: else writers would be refused in between.
+        """Unpin files once. Returns the files and holes that had to wait for it. Their bytes count as about to come
+        back from the moment on at which no reader withholds them: else writers would be refused in between.
         """
         dead: list[str] = []
         free: list[Hole] = []
