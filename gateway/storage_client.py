@@ -46,7 +46,7 @@ CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
 REFUSAL_BYTES_MAX = 1 << 16
-"""What a member says of an error is parsed on the event loop."""
+"""A refusal that is longer is no refusal: it is parsed on the event loop."""
 _T = TypeVar("_T")
 
 
