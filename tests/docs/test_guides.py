@@ -42,6 +42,8 @@ mount -t tmpfs none root/var
 mount -t tmpfs none root/tmp
 mkdir -p "root$PWD"
 mount --bind "$PWD" "root$PWD"
+mkdir -p "root$REPOSITORY"
+mount --bind "$REPOSITORY" "root$REPOSITORY"
 printf '127.0.0.1 localhost\\n10.0.0.9 minio\\n' > hosts
 mount --bind hosts root/etc/hosts
 mkdir -p root/scratch/kv
@@ -162,6 +164,7 @@ def test_the_guides_commands_run_as_they_are_written(tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "PATH": f"{repository()}/.venv/bin:{environment['PATH']}",
         "PYTHONPATH": str(repository()),
+        "REPOSITORY": str(repository()),
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     for prefix in ("AWS", "OBJECTCACHE_UPSTREAM"):

@@ -19,6 +19,7 @@ from descriptors.descriptor_codec import encode_json
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
+from storage_server.home.rules import groups as groups_module
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
@@ -34,6 +35,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "straight into files": {"fetches_max": 4, "landing_bytes": 0},
 }
 """How chunks come: each in one request, or in groups of layers since there are more chunks than connections."""
+
+
+@pytest.fixture(autouse=True)
+def requests_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small chunks, too, come in groups of layers where there are more of them than connections."""
+    monkeypatch.setattr(groups_module, "REQUEST_BYTES", 0)
+    monkeypatch.setattr(groups_module, "LATER_BYTES_MIN", 1)
 
 
 @pytest.fixture(scope="module")
