@@ -16,7 +16,7 @@ from tests.support.tree import repository
 
 DOCS = repository() / "docs"
 WORDS_MAX = 35_000
-"""What guides and reference may have together: nobody reads more."""
+"""The most words of guides and reference together: nobody reads more."""
 
 
 class Links(HTMLParser):

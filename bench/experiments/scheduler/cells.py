@@ -47,7 +47,7 @@ from objectcache.calibration.samples import spread
 
 PAPER_FRACTION = 0.9
 SLACK_TARGETS = {"added_ttft_calibrated_over_slack": 1.5, "added_ttft_best_work_conserving_over_slack": 1.1}
-"""What this project set itself, on each workload."""
+"""The goals of this project, on each workload."""
 
 
 def paper_policy(variant: str) -> PaperPolicy | None:
@@ -150,7 +150,7 @@ def _medians(rounds: Sequence[Json], name: str) -> list[float]:
 
 
 def _added_s(rounds: Sequence[Json], over: str = "compute_s") -> list[float]:
-    """What all requests of a round together waited beyond compute."""
+    """The time that all requests of a round together waited beyond compute."""
     return [sum(one["ttfts_s"]) - sum(one[over]) for one in rounds]
 
 

@@ -195,7 +195,7 @@ BLOCK_TOKENS = 256
 OWN_TOKENS = 512
 """How many tokens each session has behind the shared prompt."""
 STORED_BYTES = ALIGNMENT_BYTES
-"""What a stored block takes: the least that a file system gives."""
+"""The bytes of a stored block: the least that a file system gives."""
 PUTS_AT_ONCE = 32
 Blocks = Sequence[Hashable]
 """The content of each block of one request: equal values are equal bytes."""

@@ -48,7 +48,7 @@ CAPACITY_FRACTION = 0.25
 CAPACITY_BYTES_MIN = 64 * MIB
 """A cache keeps 8 MiB free ahead of writes."""
 INDEX_BYTES = 64 * MIB
-"""What a directory may take beside its chunks."""
+"""The bytes that a directory may take beside its chunks."""
 REMOTE_DRAM = (
     "Remote DRAM is left out before a home, where there is something to fetch: two servers of which each has every "
     "second request, before a third one on this host; the memory is a Mooncake Store, over TCP on loopback."

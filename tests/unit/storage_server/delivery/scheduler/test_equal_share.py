@@ -23,7 +23,7 @@ class Sharer:
     weight: float
     due_s: float
     left_bytes: float
-    """What is left of the layer that is coming."""
+    """The rest of the layer that is coming."""
     stall_s: float = 0.0
 
 
