@@ -229,4 +229,4 @@ class ClusterPrefixes:
 
 def _missing(index: int) -> ChunkUnavailable:
     field = f"chunk_keys[{index}]"
-    return ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored", field=field, index=index)
+    return ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored as a chunk", field=field, index=index)

@@ -23,8 +23,13 @@ CALL_S = 5.0
 CONNECT_S = 2.0
 WATCH_S = 30.0
 """A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
-ANSWER_BYTES_MAX = 64 << 20
-LINE_BYTES_MAX = 16 << 20
+ENTRIES_MAX = 2_048
+"""A range has no more: a cluster has 1,024 members."""
+ANSWER_BYTES_MAX = LINE_BYTES_MAX = 8 << 20
+VALUES_MAX = 8 * ENTRIES_MAX
+"""So many values of JSON are parsed at once. Anybody who may write to etcd chooses how many there are, and the event
+loop parses so many in a few milliseconds.
+"""
 _OLD_TOKEN = "revision of auth store is old"
 _GONE = (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
 """Another endpoint may answer where one fails so."""
@@ -108,9 +113,14 @@ class Etcd:
             await self._session.close()
 
     async def range(self, prefix: str) -> Found:
-        """The entries under a prefix, as of now: a majority of etcd agrees. Raises EtcdError."""
-        answer = await self.call("kv/range", {"key": _b64(prefix), "range_end": _b64(_after(prefix))})
+        """The entries under a prefix, as of now: a majority of etcd agrees. Raises EtcdError, also where there are more
+        than ENTRIES_MAX.
+        """
+        bounds = {"key": _b64(prefix), "range_end": _b64(_after(prefix)), "limit": str(ENTRIES_MAX)}
+        answer = await self.call("kv/range", bounds)
         try:
+            if answer.get("more"):
+                raise EtcdError(f"there are more than {ENTRIES_MAX} entries under {prefix}")
             header = answer["header"]
             entries = tuple(_entry(each) for each in answer.get("kvs", ()))
             return Found(int(header["cluster_id"]), int(header["revision"]), entries)
@@ -185,7 +195,7 @@ class Etcd:
             ) as response:
                 await _require_good(response)
                 async for line in _lines(response):
-                    result = json.loads(line).get("result", {})
+                    result = parsed_answer(line).get("result", {})
                     if cluster_id and int(result.get("header", {}).get("cluster_id", cluster_id)) != cluster_id:
                         raise EtcdError(f"{endpoint}: etcd has been rebuilt")
                     if result.get("canceled"):
@@ -231,14 +241,14 @@ class Etcd:
     async def _post(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
         async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
             await _require_good(response)
-            return json.loads(await read_whole(response, ANSWER_BYTES_MAX))
+            return parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))
 
     async def _authenticate(self, endpoint: str) -> None:
         name, password = self._account or ("", "")
         body = {"name": name, "password": password}
         async with self._open().post(f"{endpoint}/v3/auth/authenticate", json=body) as response:
             await _require_good(response)
-            self._token = json.loads(await read_whole(response, ANSWER_BYTES_MAX))["token"]
+            self._token = parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))["token"]
 
     def _headers(self) -> dict[str, str]:
         return {} if self._token is None else {"authorization": self._token}
@@ -277,6 +287,22 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             if line.strip():
                 yield line
         pending = bytearray(rest)
+
+
+def parsed_answer(text: bytes) -> Any:
+    """The JSON object of an answer. Keys and values are base64 in it, so what looks like a list or an object is one.
+
+    Raises EtcdError, json.JSONDecodeError.
+    """
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > VALUES_MAX:
+        raise EtcdError(f"etcd's answer has more than {VALUES_MAX} values")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise EtcdError("etcd's answer is nested too deep") from None
+    if not isinstance(found, dict):
+        raise EtcdError("etcd's answer is no JSON object")
+    return found
 
 
 def _b64(data: str | bytes) -> str:

@@ -339,10 +339,15 @@ class EtcdMembership:
             self._tell(newest)
 
     def _set(self, members: dict[str, Member], revision: int) -> bool:
-        """Take the members as of a revision; whether they differ from those before."""
+        """Take the members as of a revision; whether they differ from those before. Raises EtcdError where they cannot
+        be a cluster: there are too many.
+        """
         is_changed = members != self._members or self._view.number == 0
+        try:
+            self._view = View(self._known_id or "none", revision, tuple(members.values()))
+        except ClusterError as error:
+            raise EtcdError(f"what etcd has is no cluster: {error}") from error
         self._members = members
-        self._view = View(self._known_id or "none", revision, tuple(members.values()))
         if is_changed:
             self._tell(revision)
         return is_changed

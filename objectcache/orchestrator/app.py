@@ -28,6 +28,7 @@ from objectcache.orchestrator.dispatch import (
     Exchange,
     forwarded_headers,
     is_refusal,
+    scope_of,
 )
 from objectcache.orchestrator.gate import TooBusyError
 from objectcache.orchestrator.metadata import MetadataError, NameTakenError
@@ -433,7 +434,7 @@ class App:
             {name: value for name in READ_HEADERS if (value := http.headers.get(name))},
             tenant.name,
             settings.tenant_salts,
-            http.headers.get("Authorization", "") if self._sends_keys_on else "",
+            scope_of(self._forwarded(http, "")),
             responses.is_on and len(raw) <= KEPT_REQUEST_BYTES_MAX,
         )
         try:

@@ -42,6 +42,7 @@ _RETRIED = frozenset({401, 403, 404, 405, 429, 500, 502, 503, 504})
 any engine answer 500, and its probes say whether it is well. Where another engine then answers a request with 200 that
 this one has refused (`_REFUSALS`), this one was to blame.
 """
+_NAMING = frozenset({"traceparent", "tracestate", "user-agent", "x-request-id"})
 _REFUSALS = frozenset({404, 405})
 _SENT_ON = frozenset(
     {
@@ -153,6 +154,12 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str, authorization
     if authorization is not None:
         kept["Authorization"] = authorization
     return kept
+
+
+def scope_of(forwarded: Mapping[str, str]) -> str:
+    """The headers that an engine may answer by: all that it gets, but those that only name a request or a client."""
+    deciding = sorted((name.lower(), value) for name, value in forwarded.items() if name.lower() not in _NAMING)
+    return json.dumps(deciding)
 
 
 def transfer_params(exchange: Exchange, routed: Routed) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 
 import numpy as np
@@ -20,7 +21,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.storage_api import SERVER_KEY
-from objectcache.adapters.threads import in_parts, let_others_run
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from storage_server.delivery.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.delivery.gather.landing import Landed
 from storage_server.delivery.gather.passing import PassingExtent
@@ -29,8 +30,8 @@ from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.own_keys import OwnKeys
 from storage_server.home.rules.known_keys import KnownKeys
 from storage_server.home.service import HomeObjects
+from storage_server.kernel.index import queries
 from storage_server.kernel.index.reader import pinned
-from storage_server.kernel.index.transaction import find_object
 from storage_server.kernel.rules.reading import usable_prefix
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.planning.extent import Extent
@@ -97,7 +98,10 @@ class UpstreamChunks:
                 self._known.forget(bucket, [keys[at] for at in absent if found[at] is None])
                 if begun[0] is None and absent[0] == 0:
                     await self._objects.require_bucket(bucket)
-            usable = usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only)
+            usable = await computed(
+                lambda: usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only),
+                is_long=len(keys) + sum(len(each) for each in found if each) > HERE_ITEMS_MAX,
+            )
             return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
 
         async with pinned(self._cache.files, find) as (chunks, extents):
@@ -230,7 +234,9 @@ class UpstreamChunks:
         if not doubtful:
             return []
         wanted = [keys[at] for at in doubtful]
-        stored = await self._cache.reader.threaded(lambda db: [find_object(db, bucket, key) for key in wanted])
+        stored: list[StoredObject | None] = []
+        for _, part in in_parts(wanted):
+            stored += await self._cache.reader.threaded(partial(queries.objects, bucket=bucket, keys=part))
         return [
             (at, each)
             for at, each in zip(doubtful, stored, strict=True)

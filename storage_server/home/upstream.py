@@ -57,7 +57,7 @@ from storage_server.home.rules.merged_list import dirty_after, merged
 from storage_server.home.rules.proof import make_proof
 from storage_server.home.service import HomeObjects, Service, Shown
 from storage_server.home.write_back import StoredBody, WriteBack, send_stored
-from storage_server.kernel.data.space import CALLER
+from storage_server.kernel.caller import CALLER
 from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import check_size

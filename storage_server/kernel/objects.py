@@ -18,10 +18,11 @@ from descriptors.objects import Attributes, BucketCache, CopyRequest, NotDeleted
 from descriptors.storage_api import Body
 from descriptors.units import GIB
 from objectcache.adapters.threads import to_end
+from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
-from storage_server.kernel.data.space import CALLER, reserved_in
+from storage_server.kernel.data.space import reserved_in
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
@@ -151,6 +152,7 @@ class Objects(Reads):
         """Other writes go between the changes: S3 does not ask for all or nothing, and one change of a thousand objects
         with many parts would keep everybody waiting.
         """
+        CALLER.set(access_key)
         groups = await self._index.threaded(lambda db: queries.in_changes(db, bucket, keys, DELETED_EXTENTS_MAX))
         for group in groups:
             await self._change(partial(transaction.remove_many, bucket=bucket, keys=group), frees=True)

@@ -4,12 +4,14 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain
 
 from descriptors.conditions import check_read
+from descriptors.descriptor import CHUNK_COUNT_MAX, invalid
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
 from descriptors.objects import (
@@ -23,7 +25,8 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import ObjectRead
-from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed
+from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.index import queries, transaction
@@ -40,6 +43,10 @@ from storage_server.planning.forms import Takes
 
 EXTENTS_HERE = 256
 """An object of 10,000 parts takes tens of milliseconds."""
+EXTENTS_AT_ONCE = 4_096
+"""A query of so many takes some ten milliseconds."""
+PREFIX_EXTENTS_MAX = 2 * CHUNK_COUNT_MAX
+"""The chunks of one request lie in so many extents at most; they take some 50 MB."""
 
 
 class Reads:
@@ -66,6 +73,7 @@ class Reads:
         return self._index.here(lambda db: queries.bucket(db, bucket))
 
     async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+        CALLER.set(access_key)
         return await self._index.threaded(queries.buckets)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
@@ -81,7 +89,7 @@ class Reads:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """The object as it is now; its bytes stay readable until the context ends."""
-
+        CALLER.set(access_key)
         async with (
             pinned(self._files, lambda: self._find_read(request)) as (head, extents),
             self._reading(access_key, extents),
@@ -142,9 +150,11 @@ class Reads:
         self.damaged.note(bucket, key, self.locations(bucket, key))
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
+        CALLER.set(access_key)
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
 
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+        CALLER.set(access_key)
         self._index.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
@@ -164,13 +174,10 @@ class Reads:
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
-            found: list[list[Extent] | None] = []
-            for start, part in in_parts(keys):
-                await let_others_run(start)
-                found += await self._resolve(bucket, part)
+            found, extent_count = await self._found(bucket, keys)
             usable = await computed(
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
-                is_long=len(keys) > HERE_ITEMS_MAX,
+                is_long=len(keys) + extent_count > HERE_ITEMS_MAX,
             )
             return usable, list(chain.from_iterable(usable))
 
@@ -179,28 +186,57 @@ class Reads:
             yield chunks
 
     async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of each key's object; None where there is no object, or where its bytes are damaged."""
-        found: list[list[Extent] | None] = []
-        for start, part in in_parts(keys):
-            await let_others_run(start)
-            found += await self._resolve(bucket, part)
+        """The extents of each key's object; None where there is no chunk, or where its bytes are damaged.
+
+        Raises CallerError(InvalidRequest) where they lie in more than PREFIX_EXTENTS_MAX.
+        """
+        found, _ = await self._found(bucket, keys)
+        if not self.damaged.count:
+            return found
         return [
             None if extents is None or self.damaged.has(bucket, key, extents) else extents
             for key, extents in zip(keys, found, strict=True)
         ]
 
+    async def _found(self, bucket: str, keys: Sequence[str]) -> tuple[list[list[Extent] | None], int]:
+        """The extents of each key's object, None where there is no chunk; and how many they are together."""
+        found: list[list[Extent] | None] = []
+        count = 0
+        async with aclosing(self._in_parts(bucket, keys)) as parts:
+            async for part in parts:
+                found += part
+                count += sum(len(extents) for extents in part if extents is not None)
+                if count > PREFIX_EXTENTS_MAX:
+                    problem = f"these chunks have more than {PREFIX_EXTENTS_MAX} parts together: store each in one PUT"
+                    raise invalid("chunk_keys", problem)
+        return found, count
+
+    async def _in_parts(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        """The extents of each key's object, None where there is no chunk, in parts whose work is bounded in keys and
+        in extents. Between two of them other tasks have their turn, and the queries of other callers.
+        """
+        start = 0
+        while start < len(keys):
+            if start:
+                await asyncio.sleep(0)
+            part = await self._resolve(bucket, keys[start : start + HERE_ITEMS_MAX])
+            yield part
+            start += len(part)
+
     async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of each key's object; None where there is no object."""
+        """The extents of the first keys' objects, of one at least; None where there is no chunk."""
         if self._resolved is None:
-            return await self._index.threaded(lambda db: queries.prefix(db, bucket, keys))
+            return await self._index.threaded(lambda db: queries.prefix(db, bucket, keys, EXTENTS_AT_ONCE))
         since, found = self._resolved.find(bucket, keys)
         unknown = [index for index, extents in enumerate(found) if extents is None]
         if unknown:
             wanted = [keys[index] for index in unknown]
-            looked_up = await self._index.threaded(lambda db: queries.prefix(db, bucket, wanted))
-            self._resolved.remember(since, bucket, zip(wanted, looked_up, strict=True))
-            for index, extents in zip(unknown, looked_up, strict=True):
+            looked_up = await self._index.threaded(lambda db: queries.prefix(db, bucket, wanted, EXTENTS_AT_ONCE))
+            self._resolved.remember(since, bucket, zip(wanted, looked_up, strict=False))
+            for index, extents in zip(unknown, looked_up, strict=False):
                 found[index] = extents
+            if len(looked_up) < len(wanted):
+                del found[unknown[len(looked_up)] :]
         return found
 
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
@@ -211,12 +247,15 @@ class Reads:
         return self._watcher.note_lookup(bucket, keys, await self._matched(bucket, keys, reader), since, lease_s)
 
     async def _matched(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> int:
-        for start, part in in_parts(keys):
-            await let_others_run(start)
-            for index, extents in enumerate(await self._resolve(bucket, part)):
-                if extents is None or not is_taken(extents, reader) or self.damaged.has(bucket, part[index], extents):
-                    return start + index
-        return len(keys)
+        count = 0
+        async with aclosing(self._in_parts(bucket, keys)) as parts:
+            async for part in parts:
+                for extents in part:
+                    is_here = extents is not None and is_taken(extents, reader)
+                    if extents is None or not is_here or self.damaged.has(bucket, keys[count], extents):
+                        return count
+                    count += 1
+        return count
 
 
 def _find_read(

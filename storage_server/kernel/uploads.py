@@ -28,9 +28,10 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
 from objectcache.adapters.threads import to_end
+from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.bodies import BodyWriter
 from storage_server.kernel.data.segments import Pending
-from storage_server.kernel.data.space import CALLER, reserved_in
+from storage_server.kernel.data.space import reserved_in
 from storage_server.kernel.index import queries, upload_changes
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
@@ -109,9 +110,11 @@ class Uploads:
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)
 
     async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+        CALLER.set(access_key)
         return await self._reader.threaded(lambda db: queries.parts(db, upload, part_number_marker, max_parts))
 
     async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
+        CALLER.set(access_key)
         self._reader.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:

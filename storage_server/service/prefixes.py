@@ -25,6 +25,7 @@ from storage_server.delivery.pipeline import Pipeline
 from storage_server.delivery.registrar import Registrar
 from storage_server.delivery.transport.destination import Destination, PayloadLimits
 from storage_server.delivery.transport.http import HttpDestination
+from storage_server.kernel.caller import CALLER
 from storage_server.moves.object_transfers import ObjectTransfers
 from storage_server.planning.forms import reading_of, taken_of
 from storage_server.planning.source import ChunkSource
@@ -56,6 +57,7 @@ class Prefixes:
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
         """How many chunks of the prefix are stored, and how many of them are worth loading."""
+        CALLER.set(access_key)
         reader = self._pipeline.limits.limited(access_key, taken_of(request.accept))
         matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
@@ -72,6 +74,7 @@ class Prefixes:
         Raises CallerError(RequestCancelled) for a cancelled request. When the caller of this method is cancelled
         instead, the delivery stops at once and drains on its own.
         """
+        CALLER.set(access_key)
         if descriptor.portion is not None and descriptor.on_missing is not OnMissing.FAIL:
             raise invalid("on_missing", "must be fail in a portion: how many chunks come is decided for the whole")
         target, now_s = descriptor.rdma_target, time.monotonic()
@@ -106,6 +109,7 @@ class Prefixes:
         self, access_key: str, bucket: str, descriptor: Descriptor, target: RdmaTarget | None = None
     ) -> int:
         """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
+        CALLER.set(access_key)
         keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
         reader = self._pipeline.limits.limited(access_key, reading_of(descriptor, bucket))
         if target is not None:

@@ -254,6 +254,20 @@ async def test_tenants_are_told_apart_by_their_keys_and_share_nothing() -> None:
         assert (await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": -1})).status == 400
 
 
+async def test_a_kept_answer_is_of_the_headers_that_its_engine_was_told() -> None:
+    """An engine may answer by them. What only names a client or a request decides nothing."""
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, response_cache_bytes=1 << 20)) as bed:
+        for count, headers in (
+            (1, {"OpenAI-Organization": "one", "User-Agent": "x"}),
+            (1, {"OpenAI-Organization": "one", "User-Agent": "y", "X-Request-Id": "7"}),
+            (2, {"OpenAI-Organization": "other"}),
+            (3, {"OpenAI-Organization": "other", "OpenAI-Project": "p"}),
+        ):
+            answer = await bed.complete(PROMPT, temperature=0, stream=True, headers=headers)
+            assert answer.words() == words(PROMPT)
+            assert len(engines[0].requests) == count
+
+
 async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
     tenants = {"key-of-a-tenant": Tenant("a"), "key-of-another": Tenant("b")}
     settings = replace(QUICK, tenants=tenants, tenant_salts=True)

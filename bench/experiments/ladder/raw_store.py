@@ -126,7 +126,7 @@ def raw_store(session: Session) -> Json:
 def _find(data: Path, keys: Sequence[str]) -> list[tuple[int, Extent]]:
     """Where the objects lie, by number, in the order of the disk."""
     with closing(connect(data / "index.sqlite3")) as index:
-        found = prefix(index, BUCKET, keys)
+        found = prefix(index, BUCKET, keys, extents_max=len(keys) + 1)
     stored = []
     for number, extents in enumerate(found):
         if extents is None or len(extents) != 1:

@@ -30,7 +30,8 @@ CONNECTOR = "vllm:objectcache_lookups_total"
 METRICS_BYTES_MAX = 8 << 20
 SEARCHED_BYTES = 1 << 16
 LINE_BYTES_MAX = 2048
-"""The parser takes time that grows with the square of a line's labels."""
+LABELS_MAX = 64
+"""The parser takes time that grows with the square of a line's labels. vLLM's longest line has some thirty."""
 LINES_MAX = 500
 """The metrics that matter have no more lines: a few for each data-parallel rank."""
 RANKS_MAX = 1024
@@ -87,6 +88,8 @@ def read_metrics(said: bytes) -> EngineReport:
     lines = list(islice(_lines_of(said), LINES_MAX + 1))
     if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_BYTES_MAX:
         raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_BYTES_MAX} bytes")
+    if max((line.count(b"=") for line in lines), default=0) > LABELS_MAX:
+        raise ValueError(f"a line that matters has over {LABELS_MAX} labels")
     wanted = (b"\n".join(lines) + b"\n").decode(errors="replace")
     running = waiting = generated_tokens = answer_count = 0.0
     kv_tokens = block_tokens = None

@@ -49,15 +49,16 @@ READ_HEADERS = ("x-session-id", "x-objectcache-session")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How a body is to be read: `headers` are those of READ_HEADERS, in lower case. `authorization` is the client's
-    own, where it goes on to the engine, which may answer by it. `with_key`: the answer may be kept, and needs a name.
+    """How a body is to be read: `headers` are those of READ_HEADERS, in lower case. `scope` has what the engine is
+    told beside the body, and may answer by: the client's own key among it. `with_key`: the answer may be kept, and
+    needs a name.
     """
 
     kind: RequestKind
     headers: Mapping[str, str]
     tenant: str = ""
     has_salt: bool = False
-    authorization: str = ""
+    scope: str = ""
     with_key: bool = False
 
 
@@ -95,7 +96,7 @@ def _read(raw: bytes, order: Order) -> ReadBody:
         asked = dataclasses.replace(asked, session=f"{order.tenant}\n{asked.session}")
     key = None
     if order.with_key and asked.is_deterministic and asked.is_generating and _is_stateless(order.kind, changed):
-        key = response_key(f"{order.tenant}\n{order.authorization}", order.kind, changed)
+        key = response_key(f"{order.tenant}\n{order.scope}", order.kind, changed)
     return ReadBody(raw if changed == body else json.dumps(changed).encode(), asked, key)
 
 

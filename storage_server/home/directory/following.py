@@ -11,18 +11,21 @@ from pathlib import Path
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.threads import let_others_run
 from storage_server.home.directory import merge
-from storage_server.home.directory.journal import STEP_BYTES, STEP_RECORDS, Place, ReadJournal, read_journal
+from storage_server.home.directory.journal import STEP_BYTES, STEP_ROWS, Place, ReadJournal, read_journal
 from storage_server.home.directory.rules.clock import StampClock
-from storage_server.home.directory.rules.records import WRITER, WRITERS
+from storage_server.home.directory.rules.records import WRITER, WRITERS, PassedOver
 from storage_server.home.directory.rules.shares import Shares
 from storage_server.home.service import OnChanged, Shown
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index.committer import Committer, index_error
 from storage_server.kernel.index.transaction import Transaction
 
-LATE_RECORDS = 2_000
+LATE_ROWS = 4_000
 """So much of a late journal is read at once, and so long as that took it is left alone then."""
+TOLD_AT_ONCE = 500
+"""The event loop hears of so many changes in a few milliseconds."""
 LATE_PAUSE_S = 1.0
 """For so long a late journal is left alone that cannot be read on."""
 _LATE = "it has more than others may be kept waiting for, and is read beside"
@@ -140,7 +143,7 @@ class Following:
         for journal in read:
             now_s, end = time.monotonic(), journal.end
             if not is_start:
-                self._shares.spend(journal.writer, journal.record_count, journal.nbytes, now_s)
+                self._shares.spend(journal.writer, journal.row_count, journal.nbytes, now_s)
             generation, size = sizes.setdefault(journal.writer, (end.generation, journal.size))
             if end.generation > generation:
                 generation, size = sizes[journal.writer] = end.generation, journal.size
@@ -159,20 +162,20 @@ class Following:
         if waiting is None:
             names = writers.names()
             waiting = [name for name in names if WRITER.match(name) and name != self._writer and name not in late]
-        found, budget_bytes, budget_records = list[ReadJournal](), STEP_BYTES, STEP_RECORDS
+        found, budget_bytes, budget_rows = list[ReadJournal](), STEP_BYTES, STEP_ROWS
         for number, name in enumerate(waiting):
-            if budget_bytes <= 0 or budget_records <= 0:
+            if budget_bytes <= 0 or budget_rows <= 0:
                 return found, waiting[number:]
-            journal = self._read_on(writers / name, budget_bytes, budget_records)
+            journal = self._read_on(writers / name, budget_bytes, budget_rows)
             found.append(journal)
             budget_bytes -= journal.nbytes
-            budget_records -= journal.record_count
+            budget_rows -= journal.row_count
         return found, []
 
-    def _read_on(self, folder: Beneath, budget_bytes: int, budget_records: int) -> ReadJournal:
+    def _read_on(self, folder: Beneath, budget_bytes: int, budget_rows: int) -> ReadJournal:
         place = self._places.get(folder.name, Place())
         try:
-            journal = read_journal(folder, place, budget_bytes, budget_records, self._clock.latest)
+            journal = read_journal(folder, place, budget_bytes, budget_rows, self._clock.latest)
         except OSError as error:
             return ReadJournal(folder.name, place, problem=str(error))
         if not (journal.is_whole or journal.pieces or journal.problem):
@@ -187,7 +190,7 @@ class Following:
         if not found:
             return
         for journal in found:
-            self.note_bad(journal.writer, journal.bad_count, journal.first_bad)
+            self.note_passed_over(journal.writer, journal.passed_over)
 
         def carry_out(tx: Transaction) -> list[list[Shown]]:
             return [self._applied(tx, journal) for journal in found]
@@ -226,7 +229,7 @@ class Following:
     async def _read_late(self, writer: str) -> bool:
         """Read a piece of a late journal; whether there was any."""
         folder = Beneath(self._root, WRITERS) / writer
-        journal = await self._late_io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_RECORDS))
+        journal = await self._late_io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
         await self._carry_out([journal])
         if journal.is_whole:
             self._late.discard(writer)
@@ -251,27 +254,30 @@ class Following:
         return changed
 
     async def _tell_changes(self) -> None:
-        """Tell what has changed. Changes that could not be told are told after the next pass."""
+        """Tell what has changed, some at a time. Changes that could not be told are told after the next pass."""
         untold, self._untold = self._untold, []
-        if not untold or self.on_changed is None:
+        if self.on_changed is None:
             return
-        try:
-            await self.on_changed(untold)
-        except ObjectCacheError as error:
-            self._untold = untold + self._untold
-            _log.warning("the cache could not be told what others have changed: %s", error)
+        for start in range(0, len(untold), TOLD_AT_ONCE):
+            await let_others_run(start)
+            try:
+                await self.on_changed(untold[start : start + TOLD_AT_ONCE])
+            except ObjectCacheError as error:
+                self._untold = untold[start:] + self._untold
+                _log.warning("the cache could not be told what others have changed: %s", error)
+                return
 
-    def note_bad(self, writer: str, count: int, first: tuple[int, str] | None) -> None:
+    def note_passed_over(self, writer: str, passed_over: PassedOver) -> None:
         """Count records that were passed over, and tell of the first one. May be called from the committer's thread."""
-        self.bad_record_count += count
-        if count:
+        self.bad_record_count += passed_over.count
+        if passed_over.count:
             self._spoiled.add(writer)
-        if first is not None:
-            offset, reason = first
+        if passed_over.first is not None:
+            offset, reason = passed_over.first
             problem = (
                 "the journal of %s: %d records that make no sense are passed over; the first, at offset %d, has %s"
             )
-            _log.warning(problem, writer, count, offset, reason)
+            _log.warning(problem, writer, passed_over.count, offset, reason)
 
     def _note_problems(self, read: list[ReadJournal]) -> None:
         for journal in read:

@@ -27,19 +27,21 @@ from storage_server.home.directory.rules.records import (
     RECORD_BYTES_MAX,
     STAMP_MAX,
     WRONG_CHECKSUM,
+    PassedOver,
     Record,
     are_zeros,
     decode,
     file_ids,
     lateness,
     records_in,
+    rows_of,
     wanted_bytes,
     whole_frames,
 )
 from storage_server.kernel.data.disk import Disk
 
 STEP_BYTES = 4 << 20
-STEP_RECORDS = 4_000
+STEP_ROWS = 8_000
 """So much is read at once."""
 PROVED_BYTES = 1 << 20
 """So much of a large frame is held while its checksum is computed."""
@@ -151,7 +153,7 @@ class OwnJournal:
         place = Place(self.generation, position)
         while place.position < self.end:
             found = ReadJournal("", place)
-            _read_on(self._fd, found, self.end, STEP_BYTES, STEP_RECORDS, STAMP_MAX)
+            _read_on(self._fd, found, self.end, STEP_BYTES, STEP_ROWS, STAMP_MAX)
             if not found.pieces:
                 raise OSError(errno.EBADMSG, f"the journal is damaged at {place.position}: {found.problem}")
             yield found
@@ -215,10 +217,7 @@ class ReadJournal:
     """How many bytes were read."""
     is_whole: bool = False
     """Whether the end of the journal was reached."""
-    bad_count: int = 0
-    """How many records were passed over."""
-    first_bad: tuple[int, str] | None = None
-    """The offset of the first frame with such a record, and why it was passed over."""
+    passed_over: PassedOver = field(default_factory=PassedOver)
 
     @property
     def end(self) -> Place:
@@ -226,24 +225,19 @@ class ReadJournal:
         return self.pieces[-1][0] if self.pieces else self.start
 
     @property
-    def record_count(self) -> int:
-        """How many records were read, those that were passed over among them."""
-        return self.bad_count + sum(len(records) for _, records in self.pieces)
-
-    def note_bad(self, at: int, reason: str) -> None:
-        """Count a record that is passed over."""
-        self.bad_count += 1
-        self.first_bad = self.first_bad or (at, reason)
+    def row_count(self) -> int:
+        """How many rows were read, those of records that were passed over among them."""
+        return self.passed_over.row_count + sum(rows_of(records) for _, records in self.pieces)
 
 
 def read_journal(
     folder: Beneath,
     place: Place,
     budget_bytes: int = STEP_BYTES,
-    records_max: int = STEP_RECORDS,
+    rows_max: int = STEP_ROWS,
     stamp_max: int = STAMP_MAX,
 ) -> ReadJournal:
-    """Read on behind `place`, in the newest generation; about `budget_bytes` and `records_max` at most. See `decode`
+    """Read on behind `place`, in the newest generation; about `budget_bytes` and `rows_max` at most. See `decode`
     for `stamp_max`. Raises OSError.
     """
     journal = ReadJournal(folder.name, replace(place, generation=max(place.generation, 1)))
@@ -257,7 +251,7 @@ def read_journal(
         if journal.size < journal.start.position:
             journal.problem = f"it ends at {journal.size}, and was read to {journal.start.position}"
             return journal
-        _read_on(fd, journal, journal.size, budget_bytes, records_max, stamp_max)
+        _read_on(fd, journal, journal.size, budget_bytes, rows_max, stamp_max)
         end = journal.end
         is_at_end = not journal.pieces or (not end.inside and end.position >= journal.size)
         journal.is_whole = journal.problem is None and is_at_end
@@ -266,7 +260,7 @@ def read_journal(
         os.close(fd)
 
 
-def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, records_max: int, stamp_max: int) -> None:
+def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_max: int, stamp_max: int) -> None:
     """Read whole small frames, or something of one large frame."""
     generation, position = journal.start.generation, journal.start.position
     if not journal.start.inside:
@@ -274,10 +268,11 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, record
         wanted = wanted_bytes(data, 0)
         if len(data) < wanted <= min(size - position, HEAD.size + PIECE_BYTES):
             data = _read(fd, position, wanted)
-        found = decode(data, stamp_max, records_max)
-        journal.problem, journal.nbytes, journal.bad_count = found.problem, len(data), found.bad_count
-        if found.first_bad is not None:
-            journal.first_bad = position + found.first_bad[0], found.first_bad[1]
+        found = decode(data, stamp_max, rows_max)
+        journal.problem, journal.nbytes, journal.passed_over = found.problem, len(data), found.passed_over
+        if found.passed_over.first is not None:
+            at, reason = found.passed_over.first
+            journal.passed_over.first = position + at, reason
         journal.pieces = [(Place(generation, position + end), records) for end, records in found.frames]
         if found.frames or found.problem or not HEAD.size + PIECE_BYTES < wanted <= size - position:
             return
@@ -287,17 +282,17 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, record
             journal.problem = WRONG_CHECKSUM
             return
         if data[HEAD.size : HEAD.size + 1] != b"[":
-            journal.note_bad(position, NO_LIST)
+            journal.passed_over.note(position, NO_LIST)
             journal.pieces.append((Place(generation, position + wanted), []))
             return
-    _read_inside(fd, journal, budget_bytes, records_max, stamp_max)
+    _read_inside(fd, journal, budget_bytes, rows_max, stamp_max)
 
 
-def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, records_max: int, stamp_max: int) -> None:
+def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, rows_max: int, stamp_max: int) -> None:
     """Read on inside a large frame, a whole record at least."""
     position, inside = journal.start.position, max(journal.start.inside, 1)
     payload_bytes = wanted_bytes(_read(fd, position, HEAD.size), 0) - HEAD.size
-    window, bad_before = max(budget_bytes, PIECE_BYTES), (journal.bad_count, journal.first_bad)
+    window, passed_before = max(budget_bytes, PIECE_BYTES), replace(journal.passed_over)
     while True:
         asked_bytes = min(window, payload_bytes - inside)
         data = _read(fd, position + HEAD.size + inside, asked_bytes)
@@ -305,17 +300,17 @@ def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, records_max: 
             raise OSError(errno.EIO, "the journal has become shorter")
         journal.nbytes += len(data)
         is_end = inside + len(data) >= payload_bytes
-        records, nbytes = records_in(data, partial(journal.note_bad, position), records_max, is_end=is_end)
+        records, nbytes = records_in(data, partial(journal.passed_over.note, position), rows_max, is_end=is_end)
         if nbytes or is_end:
             break
         if window >= RECORD_BYTES_MAX:
-            journal.note_bad(position, f"a record of more than {RECORD_BYTES_MAX} bytes")
+            journal.passed_over.note(position, f"a record of more than {RECORD_BYTES_MAX} bytes")
             is_end, nbytes = True, len(data)
             break
         window *= 2
     journal.problem = lateness(records, stamp_max)
     if journal.problem is not None:
-        journal.bad_count, journal.first_bad = bad_before
+        journal.passed_over = passed_before
         return
     if is_end and nbytes == len(data):
         end = Place(journal.start.generation, position + HEAD.size + payload_bytes)
@@ -361,7 +356,7 @@ def named_files(folder: Beneath) -> set[str] | None:
     found, place = set[str](), Place()
     while True:
         journal = read_journal(folder, place)
-        if journal.bad_count:
+        if journal.passed_over.count:
             return None
         for _, records in journal.pieces:
             found |= file_ids(records)

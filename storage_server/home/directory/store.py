@@ -271,7 +271,7 @@ class SharedDirectory:
             return
         try:
             for found in journal.read(position if generation == journal.generation else 0):
-                self.following.note_bad(writer, found.bad_count, found.first_bad)
+                self.following.note_passed_over(writer, found.passed_over)
                 for _, records in found.pieces:
                     self._clock.observe(max((record.stamp for record in records), default=0))
                     merge.apply(tx, writer, journal.generation, records, time.time())

@@ -16,6 +16,7 @@ from awscrt.checksums import crc32c
 
 from descriptors.objects import ObjectInfo
 from storage_server.home.rules.proof import Proof, parse_proof
+from storage_server.kernel.rules.plain_rows import is_plain, is_size, is_time
 from storage_server.kernel.rules.rows import object_attributes, stored_object
 
 ENTRY_BYTES = 8192
@@ -44,7 +45,9 @@ def encode_entry(entry: RemoteEntry) -> bytes | None:
 
 
 def decode_entry(data: bytes, bucket: str, key: str) -> RemoteEntry | None:
-    """The entry; None where it is no entry of ours, or another chunk's."""
+    """The entry; None where it is no entry of ours, or another chunk's, or says what no answer could tell: whoever may
+    write to remote DRAM chooses it.
+    """
     nbytes, checksum = _HEAD.unpack_from(data)
     text = data[_HEAD.size : _HEAD.size + nbytes]
     if len(text) != nbytes or crc32c(text) != checksum:
@@ -53,8 +56,10 @@ def decode_entry(data: bytes, bucket: str, key: str) -> RemoteEntry | None:
         found, found_bucket, found_key, size, etag, modified_at, attributes, proof_text, seen_at = json.loads(text)
         if (found, found_bucket, found_key) != (_FORMAT, bucket, key):
             return None
-        info = stored_object((key, 0, int(size), str(etag), float(modified_at), attributes)).info
-        proof = parse_proof(proof_text, info.nbytes)
-        return None if proof is None else RemoteEntry(bucket, info, proof, float(seen_at))
+        stored = stored_object((key, 0, size, etag, float(modified_at), attributes))
+        if not (is_size(size) and is_plain(stored) and is_time(float(seen_at))):
+            return None
+        proof = parse_proof(proof_text, size)
+        return None if proof is None else RemoteEntry(bucket, stored.info, proof, float(seen_at))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         return None

@@ -12,13 +12,14 @@ from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
 from descriptors.storage_api import Body, Piece, Pump
 from descriptors.units import KIB, MIB
 from objectcache.adapters.threads import finished
+from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.pump import ExtentPump
 from storage_server.kernel.data.segments import ExtentWriter, Pending, Segments
-from storage_server.kernel.data.space import CALLER, PATIENCE_S, ArrivingBody, Bound
+from storage_server.kernel.data.space import PATIENCE_S, ArrivingBody, Bound
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
 from storage_server.planning.durability import Durability

@@ -13,12 +13,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB, MIB, format_bytes
+from storage_server.kernel.caller import CALLER
 from storage_server.planning.extent import aligned
 
 ROOM_BYTES = 16 * MIB
@@ -40,10 +40,6 @@ LACKING_S = 10.0
 """So long after a refusal somebody lacks room: writers come again, and slow reads are looked at meanwhile."""
 PART_COMING = 1 / 2
 """While others wait, one access key may have announced no more than this part of a cache that has not come."""
-
-
-CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
-"""A write says for whom it is, so that nobody's writes take all places where others wait for room."""
 
 
 @dataclass(slots=True, eq=False)

@@ -38,6 +38,9 @@ from storage_server.kernel.rules.rows import (
 )
 from storage_server.planning.extent import Extent
 
+CHUNK_EXTENTS_MAX = 256
+"""A chunk of 1.25 GiB has so many parts, of the least size that S3 takes."""
+
 
 def _header(name: str) -> str:
     """The value of an object's header in SQL. Most objects have none, and their JSON is not parsed."""
@@ -80,6 +83,11 @@ def stored(db: sqlite3.Connection, name: str, key: str) -> tuple[StoredObject | 
     return (None, []) if found is None else (found, extents_of(db, found.version, 0, max(1, found.info.nbytes)))
 
 
+def objects(db: sqlite3.Connection, bucket: str, keys: Sequence[str]) -> list[StoredObject | None]:
+    """The object of each key; None where there is none."""
+    return [find_object(db, bucket, key) for key in keys]
+
+
 def part_span(db: sqlite3.Connection, found: StoredObject, part_number: int) -> tuple[int, int]:
     """Offset and length in bytes of the object's n-th part, whatever number the part was uploaded under. An object that
     was stored whole has one part. Raises CallerError(InvalidPartNumber).
@@ -110,26 +118,53 @@ def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart
     ]
 
 
-def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-    """The extents of each key's object, None where there is none, in the order of `keys`."""
+def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: int) -> list[list[Extent] | None]:
+    """The extents of each key's object, in the order of `keys`. None where there is none, or where it has more than
+    CHUNK_EXTENTS_MAX, so that it is no chunk.
+
+    The answer ends with the object that `extents_max` is reached at: the time that this takes is bounded by both.
+    """
     require_bucket(db, name)
-    sql = (
-        "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
-        f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
-        " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
-        " LEFT JOIN extents AS e ON e.version = o.version ORDER BY wanted.id, e.object_offset"
-    )
     found: list[list[Extent] | None] = []
-    last = None
-    rows = db.execute(sql, (json.dumps(keys, ensure_ascii=False), name))
-    for position, absent, file_id, offset, nbytes, blocks, object_offset, content_class, form in rows:
-        if position != last:
+    taken = 0
+    while len(found) < len(keys) and taken < extents_max:
+        taken += _add_prefix(db, name, keys[len(found) :], extents_max - taken, found)
+    for chunk in found:
+        if chunk is not None and len(chunk) > 1:
+            chunk.sort(key=lambda extent: extent.object_offset)
+    return found
+
+
+_PREFIX = (
+    "SELECT wanted.key, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
+    f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
+    " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
+    " LEFT JOIN extents AS e ON e.version = o.version"
+)
+"""It is not ordered, since SQLite would read all rows before the first one. A LEFT JOIN goes through its left side."""
+
+
+def _add_prefix(
+    db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: int, found: list[list[Extent] | None]
+) -> int:
+    """Add the extents of the leading keys to `found`, up to an object that is no chunk; how many rows were read."""
+    count = -1
+    rows = db.execute(_PREFIX, (json.dumps(keys, ensure_ascii=False), name))
+    first = len(found)
+    for count, (index, absent, file_id, offset, nbytes, blocks, object_offset, content_class, form) in enumerate(rows):
+        if first + index == len(found):
+            if count >= extents_max:
+                break
             found.append(None if absent else [])
-            last = position
+        elif first + index != len(found) - 1:
+            raise AssertionError("the rows of a join are not in the order of its left side")
         chunk = found[-1]
         if file_id and chunk is not None:
             chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or "", form or ""))
-    return found
+            if len(chunk) > CHUNK_EXTENTS_MAX:
+                found[-1] = None
+                break
+    return count + 1
 
 
 def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:
@@ -222,13 +257,13 @@ def sizes(db: sqlite3.Connection, bucket: str, after: str, limit: int) -> list[t
 def in_changes(db: sqlite3.Connection, bucket: str, keys: Sequence[str], extents_max: int) -> list[list[str]]:
     """The keys in groups, in order: the objects of each have at most so many extents together, or it is one object."""
     sql = (
-        "SELECT wanted.value, (SELECT count(*) FROM extents AS e WHERE e.version = o.version)"
+        "SELECT wanted.value, (SELECT count(*) FROM (SELECT 1 FROM extents AS e WHERE e.version = o.version LIMIT ?))"
         " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
         " ORDER BY wanted.id"
     )
     groups: list[list[str]] = [[]]
     taken = 0
-    for key, count in db.execute(sql, (json.dumps(keys, ensure_ascii=False), bucket)):
+    for key, count in db.execute(sql, (extents_max, json.dumps(keys, ensure_ascii=False), bucket)):
         if groups[-1] and taken + max(1, count) > extents_max:
             groups.append([])
             taken = 0

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, to_end
+from storage_server.kernel.caller import CallerTurns
 from storage_server.kernel.data.disk import disk_error
 from storage_server.kernel.data.extents import ExtentFiles, PinSet
 from storage_server.kernel.index.committer import index_error
@@ -27,7 +28,9 @@ Query = Callable[[sqlite3.Connection], _T]
 
 
 class IndexReader:
-    """Read-only access for one event loop. Raises SchemaError for an index of another release's schema."""
+    """Read-only access for one event loop. Callers take turns in the threads, so a long request is made of short
+    queries. Raises SchemaError for an index of another release's schema.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,6 +38,7 @@ class IndexReader:
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         self._threads = ThreadPoolExecutor(READ_THREADS, "index-reader")
+        self._turns = CallerTurns(READ_THREADS)
         everyone = threading.Barrier(READ_THREADS)
         for opening in [self._threads.submit(self._open_one, everyone) for _ in range(READ_THREADS)]:
             opening.result()
@@ -50,9 +54,10 @@ class IndexReader:
         return _translated(query, self._here)
 
     async def threaded(self, query: Query[_T]) -> _T:
-        """Run a query of many rows in a thread of its own."""
+        """Run a query of many rows in a thread of its own, when it is the turn of this task's CALLER."""
         loop = asyncio.get_running_loop()
-        return await to_end(loop.run_in_executor(self._threads, lambda: _translated(query, self._local.connection)))
+        async with self._turns.turn():
+            return await to_end(loop.run_in_executor(self._threads, lambda: _translated(query, self._local.connection)))
 
     def _open_one(self, everyone: threading.Barrier) -> None:
         """Open this thread's connection now, so that no request pays for it."""

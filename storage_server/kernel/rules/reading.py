@@ -59,7 +59,9 @@ def usable_prefix(
             break
         field = f"chunk_keys[{index}]"
         if nbytes is None:
-            raise ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored", field=field, index=index)
+            raise ChunkUnavailable(
+                ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored as a chunk", field=field, index=index
+            )
         if is_encoded:
             problem = f"{field} is stored encoded, in a form that the descriptor does not accept"
             raise ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, problem, field=field, index=index)

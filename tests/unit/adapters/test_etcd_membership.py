@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from descriptors.cluster import Member, member_fields
-from objectcache.adapters.etcd import Change, Entry, EtcdError, Found
+from descriptors.cluster import MEMBERS_MAX, Member, member_fields
+from objectcache.adapters.etcd import Change, Entry, EtcdError, Found, parsed_answer
 from objectcache.adapters.etcd_membership import EtcdMembership
 from tests.support.waiting import settled
 from tests.unit.played_time import PlayedTime
@@ -113,3 +113,34 @@ async def test_an_answer_that_comes_late_is_no_step_back(caplog: pytest.LogCaptu
     await told(etcd, [joins(5, "c")])
     assert names(membership) == "abc"
     await membership.close()
+
+
+async def test_more_members_than_a_cluster_has_change_nothing_until_they_are_fewer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Anybody who may write to etcd can put entries there. The view and the members behind it stay one."""
+    crowd = [f"m{number}" for number in range(MEMBERS_MAX)]
+    etcd = PlayedEtcd(found(3, "a"), found(MEMBERS_MAX + 5, "a", *crowd))
+    membership = await joined(etcd)
+    await told(etcd, [joins(4 + at, name) for at, name in enumerate(crowd)])
+    assert (names(membership), membership.view.number) == ("a", 3)
+    assert f"a cluster has at most {MEMBERS_MAX} members" in caplog.text
+    await membership.refresh()
+    assert names(membership) == "a"
+    assert not membership.is_connected
+    etcd.ranges = [found(MEMBERS_MAX + 9, "a", "b")]
+    await PlayedTime.passes(30.0)
+    assert names(membership) == "ab"
+    await told(etcd, [joins(MEMBERS_MAX + 10, "c")])
+    assert (names(membership), membership.is_connected) == ("abc", True)
+    await membership.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b'{"kvs":[' + b"{}," * 10_000 + b"{}]}", b"[" * 10_000, b"[]"],
+    ids=["deep", "many", "less deep", "a list"],
+)
+def test_an_answer_of_any_form_is_refused_before_it_costs_much(text: bytes) -> None:
+    with pytest.raises((EtcdError, json.JSONDecodeError)):
+        parsed_answer(text)

@@ -24,14 +24,22 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
 
 from awscrt.checksums import crc32c
 
-from descriptors.objects import TIME_S_MAX, Attributes, is_header_text
+from descriptors.objects import PART_NUMBER_MAX
 from descriptors.units import GIB, KIB, MIB
+from storage_server.kernel.rules.plain_rows import (
+    SIZE_MAX,
+    TEXT_BYTES_MAX,
+    are_plain,
+    is_plain,
+    is_tag,
+    is_time,
+)
 from storage_server.kernel.rules.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 
@@ -39,8 +47,6 @@ PIECE_BYTES = 128 * KIB
 """So much is parsed at once."""
 HEAD_BYTES_MAX = 256 * KIB
 """A record without its bodies has no more bytes. The lifecycle rules of a bucket may need more, see `fits`."""
-TEXT_BYTES_MAX = 64 * KIB
-"""The attributes of an object or upload have no more bytes."""
 BODY_BYTES_MAX = 16 * MIB
 """A body of 48 GiB."""
 RECORD_BYTES_MAX = 64 * MIB
@@ -50,15 +56,9 @@ OBJECT_BYTES_MAX = 160 * GIB
 FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 253_402_300_799_000_000
 """The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
-SIZE_MAX = 1 << 62
-PART_NUMBER_MAX = 10_000
 KEY_BYTES_MAX = 1024
 BODIES_MAX = PART_NUMBER_MAX
 RULE_VALUES_MAX = 10_000
-HEADERS_MAX, TAGS_MAX = 256, 64
-CHECKSUM_BYTES_MAX, NAME_BYTES_MAX = 256, 1024
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,256}\Z")
-_STORAGE_CLASS = re.compile(r"[0-9A-Z_-]{1,64}\Z")
 """Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
 BLOCKS_STEP = 4 * PIECE_BYTES
 """So many characters of base64 are decoded at once."""
@@ -68,8 +68,6 @@ WRITER = re.compile(r"[0-9a-f]{12}\Z")
 FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 _NAME = re.compile(r"[!-~]{1,255}\Z")
 """The name of a bucket, or the id of an upload."""
-_TAG = re.compile(r"[!#-~]{0,128}\Z")
-"""An ETag or a checksum. It is sent as a header."""
 _PART = re.compile(r"[1-9][0-9]{0,4}\Z")
 HEAD = struct.Struct("<II")
 """Before a payload: its bytes, and their checksum."""
@@ -87,6 +85,8 @@ _LARGE = re.compile(
 _LARGE_BODY = re.compile(rb'\[[^\[\]"]{0,80}+%b,\d{1,19},%b,[^\[\]"]{1,40}+(?:%b,)?+"' % (_STRING, _STRING, _STRING))
 """The front of a large body, up to its checksums."""
 _Type = type | tuple[type, ...]
+NoteBad = Callable[..., None]
+"""Called with the reason and, if they are more than one, the rows of a record that is passed over."""
 _ROW_TYPES: dict[TouchedKind, tuple[_Type, ...]] = {
     "bucket": (str, (int, float), str),
     "object": (int, str, (int, float), str),
@@ -137,22 +137,32 @@ class Record:
 
 
 @dataclass(slots=True)
+class PassedOver:
+    """Records that make no sense."""
+
+    count: int = 0
+    """How many; a frame that is no list counts as one."""
+    row_count: int = 0
+    """How many rows they would have needed: so much work it was to look at them."""
+    first: tuple[int, str] | None = None
+    """The offset of the first frame with such a record, and why it was passed over."""
+
+    def note(self, at: int, reason: str, row_count: int = 1) -> None:
+        """Count a record of the frame at this offset."""
+        self.count += 1
+        self.row_count += row_count
+        self.first = self.first or (at, reason)
+
+
+@dataclass(slots=True)
 class Decoded:
     """The whole frames at the front of some bytes, each as its records and the offset behind it. `problem` says why the
     next frame cannot be used, None where it is only cut off.
     """
 
     frames: list[tuple[int, list[Record]]] = field(default_factory=list)
-    bad_count: int = 0
-    """How many records were passed over; a frame that is no list counts as one."""
-    first_bad: tuple[int, str] | None = None
-    """The offset of the first frame with such a record, and why it was passed over."""
+    passed_over: PassedOver = field(default_factory=lambda: PassedOver())
     problem: str | None = None
-
-    def note_bad(self, at: int, reason: str) -> None:
-        """Count a record that is passed over."""
-        self.bad_count += 1
-        self.first_bad = self.first_bad or (at, reason)
 
 
 def encode(records: Sequence[Record]) -> bytes:
@@ -182,12 +192,17 @@ def fits(record: Record) -> bool:
     return has_room and (record.about.kind != "bucket" or record.row is None or _are_few(record.row[2]))
 
 
-def decode(data: bytes, stamp_max: int = STAMP_MAX, records_max: int = SIZE_MAX) -> Decoded:
-    """The frames of `data`, up to one that has the `records_max`-th record, or is larger than a piece. A frame with a
-    record of a later stamp than `stamp_max` cannot be used yet: its time comes, or the reader's clock is behind.
+def rows_of(records: Iterable[Record]) -> int:
+    """How many rows the records need, one each and one for each body: that is the work to carry them out."""
+    return sum(1 + len(record.bodies) for record in records)
+
+
+def decode(data: bytes, stamp_max: int = STAMP_MAX, rows_max: int = SIZE_MAX) -> Decoded:
+    """The frames of `data`, up to one that has the `rows_max`-th row, or is larger than a piece. A frame with a record
+    of a later stamp than `stamp_max` cannot be used yet: its time comes, or the reader's clock is behind.
     """
     found, at, count = Decoded(), 0, 0
-    while len(data) - at >= HEAD.size and count < records_max:
+    while len(data) - at >= HEAD.size and count < rows_max:
         nbytes, checksum = HEAD.unpack_from(data, at)
         end = at + HEAD.size + nbytes
         if nbytes > FRAME_BYTES_MAX:
@@ -200,14 +215,14 @@ def decode(data: bytes, stamp_max: int = STAMP_MAX, records_max: int = SIZE_MAX)
         if crc32c(payload) != checksum:
             found.problem = WRONG_CHECKSUM
             break
-        bad_before = found.bad_count, found.first_bad
-        records = list(_parsed(payload, partial(found.note_bad, at)))
+        passed_before = replace(found.passed_over)
+        records = list(_parsed(payload, partial(found.passed_over.note, at)))
         found.problem = lateness(records, stamp_max)
         if found.problem is not None:
-            found.bad_count, found.first_bad = bad_before
+            found.passed_over = passed_before
             break
         found.frames.append((end, records))
-        count += len(records) + found.bad_count - bad_before[0]
+        count += rows_of(records) + found.passed_over.row_count - passed_before.row_count
         at = end
     return found
 
@@ -230,30 +245,30 @@ def whole_frames(data: bytes) -> int:
     return at
 
 
-def records_in(
-    data: bytes, note_bad: Callable[[str], None], records_max: int = SIZE_MAX, *, is_end: bool
-) -> tuple[list[Record], int]:
-    """Records from inside of a large frame, where `data` begins with one, and how many bytes of it they take. About
-    `records_max` at most. 0 bytes say that a record needs more data; `is_end` says that there is no more.
+def records_in(data: bytes, note_bad: NoteBad, rows_max: int = SIZE_MAX, *, is_end: bool) -> tuple[list[Record], int]:
+    """Records from inside of a large frame, where `data` begins with one, and how many bytes of it they take. They have
+    about `rows_max` rows at most. 0 bytes say that a record needs more data; `is_end` says that there is no more.
     """
     records, at, count = list[Record](), 0, 0
 
-    def pass_over(reason: str) -> None:
+    def pass_over(reason: str, row_count: int = 1) -> None:
         nonlocal count
-        count += 1
-        note_bad(reason)
+        count += row_count
+        note_bad(reason, row_count)
 
     if is_end and data[-1:] != b"]":
         pass_over(NO_LIST)
         return records, len(data)
-    while at < len(data) and len(records) + count < records_max:
+    while at < len(data) and count < rows_max:
         cut = _cut(data, at, len(data) - 1 if is_end else None, _BEHIND_RECORD)
         if cut is None:
             break
         if cut - at <= PIECE_BYTES:
-            records += _parsed(b"[" + data[at:cut] + b"]", pass_over)
+            parsed = list(_parsed(b"[" + data[at:cut] + b"]", pass_over))
         else:
-            records += _parsed_large(data, at, cut, pass_over)
+            parsed = list(_parsed_large(data, at, cut, pass_over))
+        records += parsed
+        count += rows_of(parsed)
         at = cut + 1
     return records, at
 
@@ -320,7 +335,7 @@ def _framed(texts: Sequence[bytes]) -> bytes:
     return HEAD.pack(len(payload), crc32c(payload)) + payload
 
 
-def _parsed(text: bytes, note_bad: Callable[[str], None]) -> Iterator[Record]:
+def _parsed(text: bytes, note_bad: NoteBad) -> Iterator[Record]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -333,18 +348,18 @@ def _parsed(text: bytes, note_bad: Callable[[str], None]) -> Iterator[Record]:
         try:
             record = _record(fields)
         except BadRecordError as error:
-            note_bad(str(error))
+            has_bodies = isinstance(fields, list) and len(fields) > 5 and isinstance(fields[5], list)
+            note_bad(str(error), 1 + (len(fields[5]) if has_bodies else 0))
         else:
             yield record
 
 
-def _parsed_large(data: bytes, at: int, end: int, note_bad: Callable[[str], None]) -> Iterator[Record]:
+def _parsed_large(data: bytes, at: int, end: int, note_bad: NoteBad) -> Iterator[Record]:
     try:
         yield _large_record(data, at, end)
-    except BadRecordError as error:
-        note_bad(str(error))
-    except (ValueError, RecursionError):
-        note_bad(NO_JSON)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, BadRecordError) else NO_JSON
+        note_bad(reason, 1 + data.count(_BEHIND_BODY[0], at, end))
 
 
 def _large_record(data: bytes, at: int, end: int) -> Record:
@@ -439,7 +454,7 @@ def _body(fields: Any, encoded: bytes | None = None) -> BodyRow:
     number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks = fields
     if not _is_number(number, 0, PART_NUMBER_MAX):
         raise BadRecordError("a body with another number than parts have")
-    if not _is_tag(etag) or not _is_tag(checksum or "") or not _is_time(modified_at):
+    if not is_tag(etag) or not is_tag(checksum or "") or not is_time(modified_at):
         raise BadRecordError("a body whose ETag, checksum or time cannot be sent")
     if not FILE_ID.match(file_id) if nbytes else file_id:
         raise BadRecordError(f"a body of {nbytes} bytes in a file of the name {file_id[:64]!r}")
@@ -474,14 +489,6 @@ def _is_number(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _is_time(value: float) -> bool:
-    return 0 <= value <= TIME_S_MAX
-
-
-def _is_tag(value: str) -> bool:
-    return _TAG.match(value) is not None
-
-
 def _is_text(value: str) -> bool:
     try:
         value.encode()
@@ -497,6 +504,8 @@ def _require_named(about: Touched) -> None:
         is_right &= 0 < len(about.key.encode()) <= KEY_BYTES_MAX and "\0" not in about.key
     elif about.kind == "part":
         is_right &= _PART.match(about.key) is not None and int(about.key) <= PART_NUMBER_MAX
+    else:
+        is_right &= not about.key  # one bucket is one thing
     if not is_right:
         raise BadRecordError(f"no name of {about.kind}: {about.name[:64]!r}, {about.key[:64]!r}")
 
@@ -509,51 +518,20 @@ def _require_readable(about: Touched, row: tuple[Any, ...], bodies: tuple[BodyRo
         raise BadRecordError(f"a text of more than {TEXT_BYTES_MAX} characters")
     try:
         if about.kind == "bucket":
-            is_right = _is_time(row[1])
+            is_right = is_time(row[1])
             rules_of(row[2])
         elif about.kind == "object":
-            is_right = _is_tag(row[1]) and _is_time(row[2]) and _are_whole(row[0], bodies)
-            found = stored_object((about.key, 0, *row))
-            is_right &= _are_plain(found.info.attributes) and _is_count(found.info.part_count)
-            is_right &= _is_plain_text(found.info.checksum.value if found.info.checksum else "", CHECKSUM_BYTES_MAX)
-            is_right &= _is_plain_text(found.upload_id or "", NAME_BYTES_MAX)
+            is_right = _are_whole(row[0], bodies) and is_plain(stored_object((about.key, 0, *row)))
         elif about.kind == "upload":
-            is_right = _is_time(row[3])
+            is_right = is_time(row[3])
             upload = stored_upload((about.name, row[1], 0, *row[2:]))
-            is_right &= _are_plain(upload.attributes)
+            is_right &= are_plain(upload.attributes)
         else:
             is_right = True
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecordError(f"attributes of {about.kind} that cannot be read") from error
     if not is_right:
         raise BadRecordError(f"a row of {about.kind} out of range")
-
-
-def _are_plain(attributes: Attributes) -> bool:
-    """Whether the attributes are texts that an answer can have: a row may hold any JSON."""
-    headers, tags = attributes.headers, attributes.tags
-    if (
-        not isinstance(headers, dict)
-        or not isinstance(tags, dict)
-        or len(headers) > HEADERS_MAX
-        or len(tags) > TAGS_MAX
-    ):
-        return False
-    texts = (*headers.values(), *tags, *tags.values())
-    return (
-        all(_HEADER.match(name) is not None for name in headers)
-        and all(_is_plain_text(text, TEXT_BYTES_MAX) for text in texts)
-        and isinstance(attributes.storage_class, str)
-        and _STORAGE_CLASS.match(attributes.storage_class) is not None
-    )
-
-
-def _is_plain_text(value: object, length_max: int) -> bool:
-    return isinstance(value, str) and len(value) <= length_max and is_header_text(value)
-
-
-def _is_count(value: object) -> bool:
-    return value is None or (type(value) is int and 1 <= value <= PART_NUMBER_MAX)
 
 
 def _are_few(rules: str) -> bool:

@@ -36,6 +36,7 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",n
     "text",
     [
         "vllm:num_requests_running{" + ",".join(f'a{at}="1"' for at in range(2000)) + "} 1.0\n",
+        "vllm:num_requests_running{" + ",".join(f'{at:x}=""' for at in range(100)) + "} 1.0\n",
         'vllm:num_requests_running{engine="0"} 1.0\n' * 1001,
     ],
 )

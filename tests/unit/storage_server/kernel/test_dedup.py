@@ -257,9 +257,11 @@ async def test_sharing_forgets_only_what_it_moved(tmp_path: Path, monkeypatch: p
     looked_up: list[str] = []
     prefix = queries.prefix
 
-    def recorded(db: sqlite3.Connection, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    def recorded(
+        db: sqlite3.Connection, bucket: str, keys: Sequence[str], extents_max: int
+    ) -> list[list[Extent] | None]:
         looked_up.extend(keys)
-        return prefix(db, bucket, keys)
+        return prefix(db, bucket, keys, extents_max)
 
     monkeypatch.setattr(queries, "prefix", recorded)
     one, two, _ = await store.objects.resolve("bbb", keys)

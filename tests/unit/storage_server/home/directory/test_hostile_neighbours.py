@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 
-from descriptors.errors import ServerError
+from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import ListRequest
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory import following as following_module
@@ -20,6 +20,7 @@ from storage_server.home.directory.journal import named_files
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.rules import shares as shares_module
 from storage_server.home.directory.rules.clock import AHEAD_S
+from storage_server.home.service import Shown
 from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put
 from tests.support.store_bed import content
 from tests.support.waiting import LIMIT_S, until
@@ -263,11 +264,11 @@ async def test_servers_take_the_time_from_the_file_system(tmp_path: Path, monkey
 
 @pytest.fixture
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that has written 60 records has used its share up, and a step reads about 20."""
-    monkeypatch.setattr(shares_module, "RECORDS_MAX", 60)
-    monkeypatch.setattr(shares_module, "RECORDS_PER_S", 0.0)
-    monkeypatch.setattr(following_module, "STEP_RECORDS", 20)
-    monkeypatch.setattr(following_module, "LATE_RECORDS", 20)
+    """A writer that has written 60 rows has used its share up, and a step reads about 20."""
+    monkeypatch.setattr(shares_module, "ROWS_MAX", 60)
+    monkeypatch.setattr(shares_module, "ROWS_PER_S", 0.0)
+    monkeypatch.setattr(following_module, "STEP_ROWS", 20)
+    monkeypatch.setattr(following_module, "LATE_ROWS", 20)
 
 
 def flood(tmp_path: Path, frames: int = 40) -> Path:
@@ -327,7 +328,7 @@ async def test_a_call_waits_for_what_was_there_when_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_start: bool
 ) -> None:
     """A journal that grows faster than it is read would be read for ever."""
-    monkeypatch.setattr(following_module, "STEP_RECORDS", 20)
+    monkeypatch.setattr(following_module, "STEP_ROWS", 20)
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
         journal = flood(tmp_path)
@@ -347,3 +348,25 @@ async def test_a_call_waits_for_what_was_there_when_it_began(
         assert 20 <= steps < 30
         page = one.reader.here(lambda db: db.execute("SELECT count(*) FROM objects").fetchone())
         assert page[0] >= 400
+
+
+async def test_a_large_change_of_others_is_told_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop would stop while a cache forgets a whole journal's keys. What could not be told is told later."""
+    monkeypatch.setattr(following_module, "TOLD_AT_ONCE", 30)
+    told: list[int] = []
+    fails = True
+
+    async def tell(changed: list[Shown]) -> None:
+        if fails and len(told) == 1:
+            raise ServerError(ErrorCode.SLOW_DOWN, "not now", retryable=True)
+        told.append(len(changed))
+
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        one.on_changed(tell)
+        flood(tmp_path, frames=10)
+        await one.following.read_journals()
+        assert told == [30]
+        fails = False
+        await one.following.read_journals()
+        assert told == [30, 30, 30, 10]

@@ -121,7 +121,7 @@ def test_a_large_frame_is_read_in_pieces(tmp_path: Path, parsed: list[int], name
     folder = written(tmp_path, encode([small(0)]), encode(LARGE[name]), encode([small(9)]))
     read = all_read(folder)
     assert records_of(read) == [small(0), *LARGE[name], small(9)]
-    assert sum(journal.bad_count for journal in read) == 0
+    assert sum(journal.passed_over.count for journal in read) == 0
     assert max(parsed) <= (HEAD_BYTES_MAX if name == "a bucket of a thousand rules" else PIECE_BYTES + 2)
     assert named_files(folder) == {body.file_id for record in LARGE[name] for body in record.bodies}
 
@@ -145,9 +145,9 @@ def test_a_large_frame_that_makes_no_sense_is_passed_over(tmp_path: Path, parsed
     folder = written(tmp_path, framed_payload(HOSTILE[name]), encode([small(9)]))
     read = all_read(folder)
     assert records_of(read) == [small(9)]
-    assert sum(journal.bad_count for journal in read) >= 1
-    assert read[0].first_bad is not None
-    assert read[0].first_bad[0] == 0
+    assert sum(journal.passed_over.count for journal in read) >= 1
+    assert read[0].passed_over.first is not None
+    assert read[0].passed_over.first[0] == 0
     assert max(parsed, default=0) <= (HEAD_BYTES_MAX if name == "rules" else PIECE_BYTES + 2)
 
 
@@ -155,7 +155,7 @@ def test_a_large_frame_is_read_on_where_reading_ended(tmp_path: Path) -> None:
     """A step has few of its records, and the frame is not passed before its last one."""
     expected = [small(number) for number in range(8000)]
     folder = written(tmp_path, encode(expected))
-    read = all_read(folder, budget_bytes=PIECE_BYTES, records_max=1)
+    read = all_read(folder, budget_bytes=PIECE_BYTES, rows_max=1)
     assert len(read) > 3
     assert all(journal.end.position == 0 for journal in read[:-1])
     assert [journal.end.inside for journal in read[:-1]] == sorted({journal.end.inside for journal in read[:-1]})

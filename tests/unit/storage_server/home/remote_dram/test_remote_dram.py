@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -364,6 +367,28 @@ def test_an_entry_comes_back_and_garbage_is_none(garbage: bytes, at: int, flip: 
     changed = bytearray(data)
     changed[at] ^= flip
     assert decode_entry(bytes(changed), "bucket", KEY) in (None, entry)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"etag": "line\r\nbreak"},
+        {"modified_at": math.nan},
+        {"modified_at": 1e300},
+        {"attributes": Attributes({"x-amz-meta-a": "line\r\nbreak"})},
+        {"attributes": Attributes({"A b": "no name of a header"})},
+        {"attributes": Attributes(storage_class="<x>")},
+        {"part_count": -1},
+        {"nbytes": -1},
+    ],
+    ids=str,
+)
+def test_an_entry_that_no_answer_could_tell_is_none(changed: dict[str, Any]) -> None:
+    """Every host that may write to the pool chooses what is in an entry, its checksum as well."""
+    entry = entry_of(b"x" * 70_000)
+    data = encode_entry(replace(entry, info=replace(entry.info, **changed)))
+    assert data is not None
+    assert decode_entry(data, "bucket", KEY) is None
 
 
 def test_an_entry_with_too_much_to_say_is_not_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from storage_server.home.directory.rules.clock import AHEAD_S, StampClock
 from storage_server.home.directory.rules.records import (
     STAMP_MAX,
     BodyRow,
+    PassedOver,
     Record,
     decode,
     encode,
     file_ids,
+    records_in,
+    rows_of,
     wanted_bytes,
     writer_of,
 )
@@ -57,12 +61,12 @@ OBJECTS = st.builds(
     TIMES,
 )
 BUCKETS = st.builds(
-    Record, st.builds(Touched, st.just("bucket"), NAMES), STAMPS, st.tuples(TEXTS, TIMES, st.just("[]"))
+    Record, st.builds(Touched, st.just("bucket"), NAMES, st.just("")), STAMPS, st.tuples(TEXTS, TIMES, st.just("[]"))
 )
-GONE = st.builds(Record, ABOUT_OBJECT | st.builds(Touched, st.just("upload"), NAMES), STAMPS, st.none())
+GONE = st.builds(Record, ABOUT_OBJECT | st.builds(Touched, st.just("upload"), NAMES, st.just("")), STAMPS, st.none())
 UPLOADS = st.builds(
     Record,
-    st.builds(Touched, st.just("upload"), NAMES),
+    st.builds(Touched, st.just("upload"), NAMES, st.just("")),
     STAMPS,
     st.tuples(TEXTS, TEXTS, TEXTS, TIMES, st.just(ATTRIBUTES)),
 )
@@ -88,7 +92,7 @@ def test_frames_come_back_and_a_cut_one_is_waited_for(written: list[list[Record]
     assert [records for _, records in found.frames] == written
     assert [end for end, _ in found.frames] == [sum(map(len, frames[: count + 1])) for count in range(len(frames))]
     assert found.problem is None
-    assert found.bad_count == 0
+    assert found.passed_over.count == 0
     kept = data[: max(0, len(data) - cut)]
     found = decode(kept)
     assert found.problem is None
@@ -175,6 +179,8 @@ def with_body(**changes: Any) -> list[Any]:
         [["part", "upload", "2", 7, [], OBJECT[5]]],
         [["part", "upload", "1", 7, [], []]],
         [["bucket", "b", "", 7, ["owner", 1.0, "[]"], OBJECT[5]]],
+        [["bucket", "b", "key", 7, ["owner", 1.0, "[]"], []]],
+        [["upload", "id", "key", 7]],
         [["bucket", "b", "", 7, ["owner", 1.0, '[{"a": 1}]'], []]],
         [["bucket", "b", "", 7, ["owner", 1e300, "[]"], []]],
     ],
@@ -186,15 +192,36 @@ def test_a_record_that_makes_no_sense_is_passed_over(fields: Any) -> None:
     found = decode(good + framed(fields) + good)
     assert [len(records) for _, records in found.frames] == [1, 0, 1]
     assert found.problem is None
-    assert found.bad_count == 1
-    assert found.first_bad is not None
-    assert found.first_bad[0] == len(good)
+    assert found.passed_over.count == 1
+    assert found.passed_over.first is not None
+    assert found.passed_over.first[0] == len(good)
+
+
+@pytest.mark.parametrize("name", ["b", "b\0"], ids=["good", "bad"])
+def test_reading_ends_at_a_bound_of_rows(name: str) -> None:
+    """A record of thousands of empty bodies is as much work as thousands of records, also where it is passed over."""
+    empty = [[number, 0, 0, "", 0, "", 1.0, None, ""] for number in range(1, 10)]
+    frame = framed([["object", name, "key", 7, [0, "etag", 1.0, "{}"], empty]])
+    found = decode(frame * 10, rows_max=11)
+    assert len(found.frames) == 2
+    assert sum(rows_of(records) for _, records in found.frames) + found.passed_over.row_count == 20
+    assert found.passed_over.count == (0 if name == "b" else 2)
+
+
+def test_reading_inside_a_large_frame_ends_at_a_bound_of_rows() -> None:
+    empty = [[number, 0, 0, "", 0, "", 1.0, None, ""] for number in range(1, 4000)]
+    good = ["object", "b", "key", 7, [0, "etag", 1.0, "{}"], empty]
+    bad = [*good[:3], -1, *good[4:]]
+    data = json.dumps([good, bad, good, good], separators=(",", ":")).encode()
+    passed_over = PassedOver()
+    records, _ = records_in(data[1:], partial(passed_over.note, 0), 5000, is_end=True)
+    assert (rows_of(records), passed_over.row_count) == (4000, 4000)
 
 
 def test_a_good_record_beside_a_bad_one_holds() -> None:
     found = decode(framed([OBJECT, [1], PART]))
     assert [record.about.kind for record in found.frames[0][1]] == ["object", "part"]
-    assert found.bad_count == 1
+    assert found.passed_over.count == 1
 
 
 def test_a_frame_with_a_stamp_of_days_to_come_waits_for_its_time() -> None:
@@ -204,7 +231,7 @@ def test_a_frame_with_a_stamp_of_days_to_come_waits_for_its_time() -> None:
     found = decode(data, 6)
     assert [len(records) for _, records in found.frames] == [1]
     assert found.problem is not None
-    assert found.bad_count == 0
+    assert found.passed_over.count == 0
     assert [len(records) for _, records in decode(data, 7).frames] == [1, 1, 1]
 
 
@@ -254,4 +281,4 @@ def test_attributes_that_no_answer_can_have_are_passed_over(attributes: dict[str
     bad = Record(Touched("object", "bucket", "bad"), 2, (0, "", 0.0, json.dumps(attributes)), ())
     found = decode(encode([good]) + encode([bad]))
     assert [record.about.key for _, records in found.frames for record in records] == ["good"]
-    assert found.bad_count == 1
+    assert found.passed_over.count == 1

@@ -1,0 +1,154 @@
+"""A prefix is looked up in queries of bounded work, whatever its objects are made of, and callers take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from descriptors.errors import CallerError, ChunkUnavailable
+from descriptors.objects import ClaimedPart, CompleteRequest, PartRequest, PutRequest, UploadRef, UploadRequest
+from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel import reads
+from storage_server.kernel.caller import CALLER, CallerTurns
+from storage_server.kernel.index import queries, upload_changes
+from tests.support.chunks import BytesBody
+from tests.support.faulty_disk import FaultyDisk
+from tests.support.store_bed import opened
+
+
+@pytest.fixture
+async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EmbeddedStore]:
+    monkeypatch.setattr(upload_changes, "PART_BYTES_MIN", 1)
+    made = await opened(tmp_path / "data", FaultyDisk())
+    await made.objects.create_bucket("k", "bbb")
+    yield made
+    made.close()
+
+
+async def put_in_parts(store: EmbeddedStore, key: str, count: int) -> None:
+    upload = UploadRef("bbb", key, await store.uploads.create_upload("k", UploadRequest("k", "bbb", key)))
+    claimed = []
+    for number in range(1, count + 1):
+        part = await store.uploads.put_part("k", PartRequest(upload, number, 4), BytesBody(f"{number:4}".encode()))
+        claimed.append(ClaimedPart(number, part.etag))
+    await store.uploads.complete_upload("k", CompleteRequest(upload, claimed))
+
+
+async def test_a_query_ends_at_the_bound_of_extents(store: EmbeddedStore) -> None:
+    keys = [f"key {number}" for number in range(6)]
+    for key in keys:
+        await put_in_parts(store, key, 3)
+
+    def looked_up(*wanted: str, extents_max: int) -> list[int | None]:
+        found = store.reader.here(lambda db: queries.prefix(db, "bbb", wanted, extents_max))
+        return [None if each is None else len(each) for each in found]
+
+    assert looked_up(*keys, extents_max=7) == [3, 3, 3]
+    assert looked_up(*keys, extents_max=6) == [3, 3]
+    assert looked_up(*keys, extents_max=1) == [3]
+    assert looked_up("none", keys[0], "none", extents_max=9) == [None, 3, None]
+    assert looked_up(*keys, extents_max=100) == [3] * 6
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+async def test_a_prefix_of_many_parts_is_found_in_several_queries(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch, remembers: bool
+) -> None:
+    monkeypatch.setattr(reads, "EXTENTS_AT_ONCE", 4)
+    if not remembers:
+        monkeypatch.setattr(store.objects, "_resolved", None)
+    keys = [f"key {number}" for number in range(6)]
+    for key in keys:
+        await put_in_parts(store, key, 3)
+    assert await store.objects.matched("bbb", keys[::2]) == 3
+    assert store.objects.damaged.count == 0
+    for _ in range(2):
+        assert await store.objects.matched("bbb", [*keys, "none"]) == 6
+        found = await store.objects.resolve("bbb", [*keys, "none", keys[0]])
+        assert [None if each is None else len(each) for each in found] == [3] * 6 + [None, 3]
+    async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False) as chunks:
+        assert [[extent.object_offset for extent in chunk] for chunk in chunks] == [[0, 4, 8]] * 6
+
+
+async def test_an_object_of_too_many_parts_is_no_chunk(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "CHUNK_EXTENTS_MAX", 2)
+    for key, count in (("one", 2), ("many", 3), ("other", 2)):
+        await put_in_parts(store, key, count)
+    keys = ["one", "many", "other"]
+    found = await store.objects.resolve("bbb", keys)
+    assert [None if each is None else len(each) for each in found] == [2, None, 2]
+    assert await store.objects.matched("bbb", keys) == 1
+    with pytest.raises(ChunkUnavailable, match=r"chunk_keys\[1\] is not stored as a chunk"):
+        async with store.objects.open_prefix("bbb", keys, 8, prefix_only=False):
+            pass
+
+
+async def test_the_chunks_of_a_request_have_so_many_parts_together(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "PREFIX_EXTENTS_MAX", 5)
+    keys = ["one", "other"]
+    for key in keys:
+        await put_in_parts(store, key, 3)
+    with pytest.raises(CallerError, match="chunk_keys these chunks have more than 5 parts together"):
+        await store.objects.resolve("bbb", keys)
+    with pytest.raises(CallerError, match="store each in one PUT"):
+        async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False):
+            pass
+    assert await store.objects.matched("bbb", keys) == 2
+
+
+async def test_callers_take_turns() -> None:
+    """One that asks a hundred times waits behind itself, and another only behind who has a turn."""
+    turns = CallerTurns(1)
+    order: list[str] = []
+
+    async def ask(caller: str, name: str) -> None:
+        CALLER.set(caller)
+        async with turns.turn():
+            order.append(name)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.ensure_future(ask("many", f"many {number}")) for number in range(100)]
+    await asyncio.sleep(0)
+    tasks += [asyncio.ensure_future(ask("few", f"few {number}")) for number in range(2)]
+    gone = asyncio.ensure_future(ask("gone", "gone"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(*tasks)
+    assert gone.cancelled()
+    assert order.index("few 0") <= 3
+    assert order.index("few 1") <= 5
+    assert [name for name in order if name.startswith("many")] == [f"many {number}" for number in range(100)]
+    async with turns.turn():  # nobody kept one
+        pass
+
+
+async def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None:
+    turns = CallerTurns(1)
+    entered = asyncio.Event()
+
+    async def wait() -> None:
+        async with turns.turn():
+            entered.set()
+
+    async with turns.turn():
+        leaving, staying = (asyncio.ensure_future(wait()) for _ in range(2))
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, staying, return_exceptions=True)
+    assert leaving.cancelled()
+    assert entered.is_set()
+
+
+async def test_the_store_still_takes_an_object_of_many_parts(store: EmbeddedStore) -> None:
+    """Chunks are bounded, objects are not: any S3 client reads it."""
+    await put_in_parts(store, "many", queries.CHUNK_EXTENTS_MAX + 1)
+    await store.objects.put_object("k", PutRequest("bbb", "next", 4), BytesBody(b"data"))
+    assert await store.objects.matched("bbb", ["next", "many"]) == 1
+    found = store.objects.stored("bbb", "many")
+    assert found is not None
+    assert found.info.nbytes == 4 * (queries.CHUNK_EXTENTS_MAX + 1)
