@@ -118,6 +118,19 @@ def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart
     ]
 
 
+_PREFIX = (
+    "SELECT * FROM (SELECT wanted.key AS at, o.version, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
+    f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
+    " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
+    " LEFT JOIN extents AS e ON e.version = CASE WHEN"
+    " (SELECT count(*) FROM (SELECT 1 FROM extents AS p WHERE p.version = o.version LIMIT ?)) <= ? THEN o.version END"
+    " LIMIT ?) ORDER BY at, object_offset LIMIT -1"
+)
+"""SQLite sorts the limited rows before it gives the first one, and then each at once: the interpreter's lock, which it
+returns for each row, is not fought for.
+"""
+
+
 def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: int) -> list[list[Extent] | None]:
     """The extents of each key's object, in the order of `keys`. None where there is none, or where it has more than
     CHUNK_EXTENTS_MAX, so that it is no chunk.
@@ -125,46 +138,20 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: 
     The answer ends with the object that `extents_max` is reached at: the time that this takes is bounded by both.
     """
     require_bucket(db, name)
+    most = CHUNK_EXTENTS_MAX
     found: list[list[Extent] | None] = []
-    taken = 0
-    while len(found) < len(keys) and taken < extents_max:
-        taken += _add_prefix(db, name, keys[len(found) :], extents_max - taken, found)
-    for chunk in found:
-        if chunk is not None and len(chunk) > 1:
-            chunk.sort(key=lambda extent: extent.object_offset)
-    return found
-
-
-_PREFIX = (
-    "SELECT wanted.key, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
-    f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
-    " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
-    " LEFT JOIN extents AS e ON e.version = o.version"
-)
-"""It is not ordered, since SQLite would read all rows before the first one. A LEFT JOIN goes through its left side."""
-
-
-def _add_prefix(
-    db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: int, found: list[list[Extent] | None]
-) -> int:
-    """Add the extents of the leading keys to `found`, up to an object that is no chunk; how many rows were read."""
-    count = -1
-    rows = db.execute(_PREFIX, (json.dumps(keys, ensure_ascii=False), name))
-    first = len(found)
-    for count, (index, absent, file_id, offset, nbytes, blocks, object_offset, content_class, form) in enumerate(rows):
-        if first + index == len(found):
+    rows = db.execute(
+        _PREFIX, (json.dumps(keys, ensure_ascii=False), name, most + 1, most, extents_max + most)
+    ).fetchall()
+    for count, (at, version, file_id, offset, nbytes, blocks, object_offset, content_class, form) in enumerate(rows):
+        if at == len(found):
             if count >= extents_max:
                 break
-            found.append(None if absent else [])
-        elif first + index != len(found) - 1:
-            raise AssertionError("the rows of a join are not in the order of its left side")
+            found.append(None if version is None or file_id is None else [])
         chunk = found[-1]
         if file_id and chunk is not None:
             chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or "", form or ""))
-            if len(chunk) > CHUNK_EXTENTS_MAX:
-                found[-1] = None
-                break
-    return count + 1
+    return found
 
 
 def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:

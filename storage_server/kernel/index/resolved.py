@@ -15,6 +15,10 @@ from itertools import takewhile
 from storage_server.planning.extent import Extent
 
 RECENT_MAX = 65_536
+EXTENTS_MAX = 16
+"""An object of more extents is not remembered: the collector of garbage goes through all of them, and meanwhile nothing
+else runs.
+"""
 ENTRY_BYTES = 300
 EXTENT_BYTES = 250
 Key = tuple[str, str]
@@ -53,7 +57,7 @@ class ResolvedKeys:
             later = takewhile(lambda entry: entry[0] > since, reversed(self._recent))
             changed = {key for _, key in later}
             for key, extents in looked_up:
-                if extents is not None and (bucket, key) not in changed:
+                if extents is not None and len(extents) <= EXTENTS_MAX and (bucket, key) not in changed:
                     self._drop((bucket, key))
                     self._extents[bucket, key] = extents
                     self._nbytes += entry_bytes(bucket, key, extents)
