@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -14,7 +15,16 @@ from descriptors.chunk_flags import copied
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import Attributes, BucketCache, CopyRequest, NotDeleted, ObjectInfo, PutRequest, ReadRequest
+from descriptors.objects import (
+    Attributes,
+    BucketCache,
+    CopyRequest,
+    NotDeleted,
+    ObjectInfo,
+    PutRequest,
+    ReadRequest,
+    UploadRef,
+)
 from descriptors.storage_api import Body
 from descriptors.units import GIB
 from objectcache.adapters.threads import to_end
@@ -23,7 +33,7 @@ from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.space import reserved_in
-from storage_server.kernel.index import queries, transaction
+from storage_server.kernel.index import queries, transaction, upload_changes
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.resolved import ResolvedKeys
@@ -38,6 +48,7 @@ COPIED_BYTES_MAX = 5 * GIB
 """S3 copies no larger object as one; a larger one keeps its parts here."""
 COPY_ATTEMPTS_MAX = 8
 DELETED_EXTENTS_MAX = 1000
+UPLOADS_AT_ONCE = 100
 _T = TypeVar("_T")
 
 
@@ -76,6 +87,15 @@ class Objects(Reads):
         await self._change(lambda tx: transaction.create_bucket_anew(tx, bucket, access_key, time.time()))
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
+        """Other writes go between the changes: each unfinished upload is deleted in one of its own."""
+        CALLER.set(access_key)
+        self._index.here(lambda db: transaction.require_empty(db, bucket))
+        first = partial(queries.uploads_page, name=bucket, key="", upload_id=None, wanted="", limit=UPLOADS_AT_ONCE)
+        while uploads := await self._index.threaded(first):
+            for upload in uploads:
+                ref = UploadRef(bucket, upload.info.key, upload.info.upload_id)
+                with suppress(CallerError):  # it has ended meanwhile
+                    await self._change(partial(upload_changes.abort_upload, ref=ref), frees=True)
         await self._change(lambda tx: transaction.delete_bucket(tx, bucket), frees=True)
 
     async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:

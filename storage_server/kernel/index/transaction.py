@@ -227,11 +227,16 @@ def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
     )
 
 
+def require_empty(db: sqlite3.Connection, bucket: str) -> None:
+    """Raises CallerError(NoSuchBucket, BucketNotEmpty)."""
+    require_bucket(db, bucket)
+    if db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (bucket,)).fetchone():
+        raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
+
+
 def delete_bucket(tx: Transaction, bucket: str) -> None:
     """Delete an empty bucket and its unfinished uploads. Raises CallerError(NoSuchBucket, BucketNotEmpty)."""
-    require_bucket(tx.db, bucket)
-    if tx.db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (bucket,)).fetchone():
-        raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
+    require_empty(tx.db, bucket)
     sql = "SELECT upload_id, version FROM uploads WHERE bucket = ?"
     for upload_id, version in tx.db.execute(sql, (bucket,)).fetchall():
         tx.part_bytes[bucket] -= tx.drop_extents(version)

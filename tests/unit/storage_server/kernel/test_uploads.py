@@ -28,6 +28,7 @@ from descriptors.objects import (
 )
 from descriptors.units import MIB
 from storage_server.home.embedded import EmbeddedStore
+from storage_server.kernel import objects as objects_module
 from storage_server.kernel.index.transaction import find_object, remove_versions
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import (
@@ -126,6 +127,19 @@ async def test_a_bucket_with_objects_stays_and_one_with_uploads_goes(store: Embe
         await store.objects.head_bucket("k", "bbb")
     await settled(store)
     assert await named_files(store) == set()
+
+
+async def test_a_bucket_of_many_uploads_is_deleted_in_small_changes(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody's writes wait for a change that is under way."""
+    monkeypatch.setattr(objects_module, "UPLOADS_AT_ONCE", 3)
+    for number in range(7):
+        await store.uploads.create_upload("k", UploadRequest("k", "bbb", f"key {number % 2}"))
+    before = store.committer.change_count
+    await store.objects.delete_bucket("k", "bbb")
+    assert store.committer.change_count - before == 8
+    assert await store.objects.list_buckets("k") == []
 
 
 async def test_lifecycle_rules_are_carried_out_and_spare_what_they_do_not_name(store: EmbeddedStore) -> None:
