@@ -36,6 +36,7 @@ from storage_server.kernel.data.space import OFFERED_FRACTION, Bound, Space
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.transaction import Transaction
+from storage_server.kernel.removal import remove_versions
 from storage_server.kernel.rules.rows import KeyChange, KeyUse
 from storage_server.kernel.time_of_day import TimeOfDay
 from storage_server.kernel.watcher import Watcher
@@ -552,7 +553,7 @@ class Evictor(Watcher):
     async def _delete(self, victim: Victim) -> None:
         versions = {victim.key: victim.entry.version}
         try:
-            removed = await self._change(partial(transaction.remove_versions, bucket=victim.bucket, versions=versions))
+            removed = await remove_versions(self._change, victim.bucket, versions)
         except BaseException:
             await self._take_back([victim])
             raise
@@ -640,7 +641,7 @@ class Evictor(Watcher):
                 try:
                     chosen = await self._io.run(partial(self._without_asked, chosen))
                     versions = {victim.key: victim.entry.version for victim in chosen}
-                    evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
+                    evicted = await remove_versions(self._change, bucket, versions)
                 finally:
                     self._departures.end()
             self._count(bucket, chosen, evicted)

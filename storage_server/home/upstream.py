@@ -61,6 +61,7 @@ from storage_server.kernel.caller import CALLER
 from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import check_size
+from storage_server.kernel.removal import remove_versions
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.settings import UpstreamSettings, Write
 
@@ -244,8 +245,7 @@ class UpstreamHome:
 
     async def _forget_versions(self, bucket: str, versions: Mapping[str, int]) -> int:
         await self._remove_remote(bucket, list(versions))
-        change = partial(transaction.remove_versions, bucket=bucket, versions=versions)
-        return await self.cache.change(change, frees=True)
+        return await remove_versions(partial(self.cache.change, frees=True), bucket, versions)
 
 
 class CachedObjects:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -48,6 +48,8 @@ class Transaction:
         self.changes: list[KeyChange] = []
         self.part_bytes: Counter[str] = Counter()
         self.caches: dict[str, BucketCache | None] = {}
+        self.dropped_count = 0
+        """How many rows of extents were deleted: most of the work of a transaction that deletes."""
         self.moved: set[tuple[str, str]] = set()
         self.touched: list[Touched] = []
         self.named: set[tuple[str, int]] = set()
@@ -103,7 +105,9 @@ class Transaction:
             where += " AND part_number = ?"
         for one in chosen:
             sql = f"DELETE FROM extents WHERE {where} RETURNING file_id, file_offset, nbytes"
-            rows = [row for row in self.db.execute(sql, one).fetchall() if row[0]]
+            dropped = self.db.execute(sql, one).fetchall()
+            self.dropped_count += len(dropped)
+            rows = [row for row in dropped if row[0]]
             self.released.update(row[0] for row in rows)
             self.lost.update(rows)
             nbytes += sum(row[2] for row in rows)
@@ -350,15 +354,21 @@ def is_dirty(db: sqlite3.Connection, bucket: str, key: str) -> bool:
     return db.execute("SELECT 1 FROM dirty WHERE bucket = ? AND key = ?", (bucket, key)).fetchone() is not None
 
 
-def remove_versions(tx: Transaction, bucket: str, versions: Mapping[str, int]) -> int:
-    """Delete the keys that still show these versions and are not dirty; returns how many did."""
-    removed = 0
-    for key, version in versions.items():
+def remove_versions(
+    tx: Transaction, bucket: str, versions: Sequence[tuple[str, int]], extents_max: int
+) -> tuple[int, int]:
+    """Delete the keys that still show these versions and are not dirty, until so many extents are deleted; returns how
+    many did, and how many were looked at.
+    """
+    removed, before = 0, tx.dropped_count
+    for seen, (key, version) in enumerate(versions, start=1):
         found = find_object(tx.db, bucket, key)
         if found is not None and found.version == version and not is_dirty(tx.db, bucket, key):
             _remove(tx, bucket, found)
             removed += 1
-    return removed
+        if tx.dropped_count - before >= extents_max:
+            return removed, seen
+    return removed, len(versions)
 
 
 def set_tags(tx: Transaction, bucket: str, key: str, tags: dict[str, str]) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable
 from descriptors.errors import CallerError, ObjectCacheError
 from descriptors.lifecycle import LifecycleRule, expiry, upload_due_at
 from descriptors.objects import UploadRef
-from storage_server.kernel.index import queries, transaction
+from storage_server.kernel.index import queries
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import Objects
+from storage_server.kernel.removal import remove_versions
 from storage_server.kernel.rules.rows import StoredObject, StoredUpload
 from storage_server.kernel.time_of_day import TimeOfDay
 from storage_server.kernel.uploads import Uploads
@@ -72,12 +73,7 @@ class Lifecycle:
         while rows := await self._object_rows(bucket, after, inclusive):
             after, inclusive = rows[-1].info.key, False
             due = {row.info.key: row.version for row in rows if is_due(expiry(rules, row.info, day_s), now_s)}
-            if due:
-
-                def remove(tx: Transaction, due: dict[str, int] = due) -> int:
-                    return transaction.remove_versions(tx, bucket, due)
-
-                expired += await self._change(remove)
+            expired += await remove_versions(self._change, bucket, due)
         return expired
 
     async def _abort_uploads(self, bucket: str, rules: list[LifecycleRule], now_s: float, day_s: float) -> int:

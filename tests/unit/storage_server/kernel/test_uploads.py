@@ -29,7 +29,10 @@ from descriptors.objects import (
 from descriptors.units import MIB
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import objects as objects_module
-from storage_server.kernel.index.transaction import find_object, remove_versions
+from storage_server.kernel import removal
+from storage_server.kernel.index import queries
+from storage_server.kernel.index.transaction import find_object
+from storage_server.kernel.removal import remove_versions
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import (
     LARGE,
@@ -171,8 +174,22 @@ async def test_an_object_overwritten_during_the_sweep_stays(store: EmbeddedStore
     row = store.reader.here(lambda db: find_object(db, "bbb", "key"))
     assert row is not None
     await put(store, "key", b"new")
-    assert await store.change(lambda tx: remove_versions(tx, "bbb", {"key": row.version})) == 0
+    assert await remove_versions(store.change, "bbb", {"key": row.version}) == 0
     assert await get(store, "key") == b"new"
+
+
+async def test_many_objects_leave_in_changes_of_few_rows(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody's writes wait for a change that is under way, also where a cache makes room."""
+    monkeypatch.setattr(removal, "EXTENTS_MAX", 3)
+    keys = [f"key {number}" for number in range(7)]
+    for key in keys:
+        await put(store, key, content(SMALL))
+    rows = store.reader.here(lambda db: queries.objects(db, "bbb", keys))
+    versions = {key: row.version for key, row in zip(keys, rows, strict=True) if row is not None}
+    before = store.committer.change_count
+    assert await removal.remove_versions(store.change, "bbb", versions | {"none": 1}) == 7
+    assert store.committer.change_count - before == 3
+    assert await removal.remove_versions(store.change, "bbb", versions) == 0
 
 
 async def test_a_copied_objects_space_stays_while_the_copy_does(store: EmbeddedStore) -> None:

@@ -1,0 +1,24 @@
+"""Removing many objects in changes of few rows: everybody's writes wait for a change that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from storage_server.kernel.index import transaction
+
+EXTENTS_MAX = 1000
+"""A change that deletes so many takes some tens of milliseconds."""
+Change = Callable[..., Awaitable[Any]]
+"""Carries out a function of a transaction, and gives its result."""
+
+
+async def remove_versions(change: Change, bucket: str, versions: Mapping[str, int]) -> int:
+    """Delete the keys of `versions` that still show these versions and are not dirty; returns how many did."""
+    left, removed = list(versions.items()), 0
+    while left:
+        some = partial(transaction.remove_versions, bucket=bucket, versions=left, extents_max=EXTENTS_MAX)
+        count, seen = await change(some)
+        removed, left = removed + count, left[seen:]
+    return removed
