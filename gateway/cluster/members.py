@@ -47,7 +47,8 @@ class Members:
         self._storages: dict[str, RemoteStorage] = {}
         self._breakers: dict[str, Breaker] = {}
         self._placement: Placement | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        """By endpoint: views may change much faster than an endpoint is closed."""
         self.hedging = Hedging()
         """The hedging of this gateway's deliveries."""
         self._paced_agents: OrderedDict[str, None] = OrderedDict()
@@ -60,10 +61,10 @@ class Members:
     async def close(self) -> None:
         """Close every connection."""
         await self.membership.close()
-        for task in self._closing:
+        for task in self._closing.values():
             task.cancel()
         if self._closing:
-            await asyncio.wait(self._closing)
+            await asyncio.wait(self._closing.values())
         for storage in self._storages.values():
             await storage.close()
 
@@ -188,14 +189,13 @@ class Members:
         names = {member.name for member in view.members}
         for name in set(self._breakers) - names:
             del self._breakers[name]
-        for endpoint in set(self._storages) - {member.endpoint for member in view.members}:
-            task = asyncio.get_running_loop().create_task(self._close_later(endpoint))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        for endpoint in set(self._storages) - set(self._closing) - {member.endpoint for member in view.members}:
+            self._closing[endpoint] = asyncio.get_running_loop().create_task(self._close_later(endpoint))
 
     async def _close_later(self, endpoint: str) -> None:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(CLOSE_AFTER_S)
+        self._closing.pop(endpoint, None)
         if endpoint not in {member.endpoint for member in self.view.members}:
             storage = self._storages.pop(endpoint, None)
             if storage is not None:

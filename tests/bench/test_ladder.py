@@ -165,7 +165,7 @@ def test_wrong_bytes_fail_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_object_in_two_pieces_is_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figure 8 reads whole objects at one place; anything else would be another measurement."""
     monkeypatch.setattr(raw_store, "connect", lambda _: io.BytesIO())
-    monkeypatch.setattr(raw_store, "prefix", lambda *_: [None])
+    monkeypatch.setattr(raw_store, "prefix", lambda *_, **__: [None])
     with pytest.raises(VerificationError):
         raw_store._find(tmp_path, ["key"])
 

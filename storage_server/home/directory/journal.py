@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -349,9 +349,9 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
     return _place(folder, generation).open(os.O_RDONLY)
 
 
-def named_files(folder: Beneath) -> set[str] | None:
-    """The files that a writer's journal names; None where some of its records make no sense here, so that nobody knows
-    what they name. Raises OSError.
+def named_files(folder: Beneath, stored: Set[str]) -> set[str] | None:
+    """The files of `stored` that a writer's journal names; None where some of its records make no sense here, so that
+    nobody knows what they name. Raises OSError.
     """
     found, place = set[str](), Place()
     while True:
@@ -359,7 +359,7 @@ def named_files(folder: Beneath) -> set[str] | None:
         if journal.passed_over.count:
             return None
         for _, records in journal.pieces:
-            found |= file_ids(records)
+            found |= file_ids(records) & stored
         if journal.is_whole or not journal.pieces:
             return found
         place = journal.end

@@ -346,10 +346,12 @@ class SharedDirectory:
         found = set[str]()
         writers = Beneath(self._root, WRITERS)
         for writer in writers.names():
-            if WRITER.match(writer) and self.files.is_retired(writer):
-                named = named_files(writers / writer)
-                if named is not None:
-                    found |= named & set(self.files.stored(writer))
+            if not WRITER.match(writer) or not self.files.is_retired(writer):
+                continue
+            try:
+                found |= named_files(writers / writer, set(self.files.stored(writer))) or set()
+            except OSError as error:  # of the others is known what is known
+                _log.warning("the files of the silent server %s stay: %s", writer, error)
         return found
 
     def _shorten_journal(self, tx: Transaction) -> None:

@@ -119,7 +119,7 @@ def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart
 
 
 _PREFIX = (
-    "SELECT * FROM (SELECT wanted.key AS at, o.version, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
+    "SELECT * FROM (SELECT wanted.key AS at, o.nbytes, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
     f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
     " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
     " LEFT JOIN extents AS e ON e.version = CASE WHEN"
@@ -143,11 +143,11 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: 
     rows = db.execute(
         _PREFIX, (json.dumps(keys, ensure_ascii=False), name, most + 1, most, extents_max + most)
     ).fetchall()
-    for count, (at, version, file_id, offset, nbytes, blocks, object_offset, content_class, form) in enumerate(rows):
+    for count, (at, whole, file_id, offset, nbytes, blocks, object_offset, content_class, form) in enumerate(rows):
         if at == len(found):
             if count >= extents_max:
                 break
-            found.append(None if version is None or file_id is None else [])
+            found.append(None if whole is None or (file_id is None and whole > 0) else [])
         chunk = found[-1]
         if file_id and chunk is not None:
             chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or "", form or ""))

@@ -342,6 +342,23 @@ async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
         assert [await get(one, key) for key in ("key", "kept")] == [None, content(100_000, 1)]
 
 
+async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(tmp_path: Path) -> None:
+    old_s = time.time() - 2 * files_module.RETIRED_S
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        folder = tmp_path / "shared" / "writers" / one.writer
+    for number in (0, 1):
+        hostile = folder.with_name(f"{number:012}")
+        hostile.mkdir(mode=0o700)
+        (hostile / "journal-1").symlink_to("/etc/passwd")
+        (hostile / "alive").touch(mode=0o600)
+        os.utime(hostile / "alive", (old_s, old_s))
+    os.utime(folder / "alive", (old_s, old_s))
+    async with opened(tmp_path, "b") as other:
+        assert other._files_of_retired() == {path.name for path in data_files(tmp_path)}
+
+
 async def test_a_journal_is_written_anew_when_most_of_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
