@@ -26,7 +26,7 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import ObjectRead
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed
-from storage_server.kernel.caller import CALLER
+from storage_server.kernel.caller import CALLER, CallerTurns
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.index import queries, transaction
@@ -45,6 +45,7 @@ EXTENTS_HERE = 256
 """An object of 10,000 parts takes tens of milliseconds."""
 EXTENTS_AT_ONCE = 4_096
 """A query of so many takes some ten milliseconds."""
+PARTS_AT_ONCE = 2
 PREFIX_EXTENTS_MAX = 2 * CHUNK_COUNT_MAX
 """The chunks of one request lie in so many extents at most; they take some 50 MB."""
 
@@ -67,6 +68,7 @@ class Reads:
         self._resolved = resolved
         self._watcher = watcher or Watcher()
         self._readers = readers or SlowReaders(lambda: None, lambda: False, files.withheld_bytes)
+        self._turns = CallerTurns(PARTS_AT_ONCE)
         self.damaged = DamagedObjects()
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
@@ -213,14 +215,16 @@ class Reads:
 
     async def _in_parts(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """The extents of each key's object, None where there is no chunk, in parts whose work is bounded in keys and
-        in extents. Between two of them other tasks have their turn, and the queries of other callers.
+        in extents. Between two of them other tasks have their turn. Few parts are in work at once, and callers take
+        turns: the event loop would stand still for as many parts as a caller has connections.
         """
         start = 0
         while start < len(keys):
             if start:
                 await asyncio.sleep(0)
-            part = await self._resolve(bucket, keys[start : start + HERE_ITEMS_MAX])
-            yield part
+            async with self._turns.turn():
+                part = await self._resolve(bucket, keys[start : start + HERE_ITEMS_MAX])
+                yield part
             start += len(part)
 
     async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:

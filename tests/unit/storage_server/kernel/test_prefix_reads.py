@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import reads
 from storage_server.kernel.caller import CALLER, CallerTurns
 from storage_server.kernel.index import queries, upload_changes
+from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.store_bed import opened
@@ -125,6 +126,25 @@ async def test_callers_take_turns() -> None:
     assert [name for name in order if name.startswith("many")] == [f"many {number}" for number in range(100)]
     async with turns.turn():  # nobody kept one
         pass
+
+
+async def test_few_parts_of_lookups_are_in_work_at_once(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop would stand still for as many parts as a caller has connections."""
+    await put_in_parts(store, "key", 1)
+    running = most = 0
+    resolve = store.objects._resolve
+
+    async def counted(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return await resolve(bucket, keys)
+
+    monkeypatch.setattr(store.objects, "_resolve", counted)
+    assert await asyncio.gather(*(store.objects.matched("bbb", ["key", "none"]) for _ in range(20))) == [1] * 20
+    assert most == reads.PARTS_AT_ONCE
 
 
 async def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None:
