@@ -58,6 +58,7 @@ class CannedEngine:
         self.responses: set[str] = set()
         """The ids of the responses that it keeps, for requests that go on from them."""
         self.headers: list[dict[str, str]] = []
+        self.tokenize_headers: list[dict[str, str]] = []
         self.held: OrderedDict[int, None] = OrderedDict()
         self.sent_batches: list[bytes] = []
         self.cancelled_count = self.tokenize_count = 0
@@ -173,6 +174,7 @@ class CannedEngine:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self.tokenize_count += 1
+        self.tokenize_headers.append(dict(request.headers))
         if self.settings.tokenize_hangs:
             await asyncio.Event().wait()
         document = await request.json()

@@ -404,8 +404,9 @@ class App:
         return self._engine_key is None and not self._settings.tenants
 
     def _forwarded(self, http: web.BaseRequest, request_id: str) -> dict[str, str]:
+        """An operator's token goes to no engine: whoever has it decides about all of them."""
         key = f"Bearer {self._engine_key}" if self._engine_key is not None else None
-        if self._sends_keys_on:
+        if self._sends_keys_on and not is_secret(_bearer(http), self._settings.admin_token):
             key = http.headers.get("Authorization")
         return forwarded_headers(http.headers, request_id, key)
 

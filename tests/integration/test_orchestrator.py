@@ -254,6 +254,20 @@ async def test_tenants_are_told_apart_by_their_keys_and_share_nothing() -> None:
         assert (await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": -1})).status == 400
 
 
+async def test_an_operators_token_goes_to_no_engine() -> None:
+    """With it an engine could remove all others. A client's own key goes on."""
+    async with canned(1, FAST) as engines, orchestrated(engines, QUICK) as bed:
+        asked = {"model": "canned", "prompt": "a text that an engine tokenizes"}
+        assert (await bed.ask("POST", "/_orchestrator/route", asked)).status == 200
+        operator, client = f"Bearer {ADMIN_TOKEN}", "Bearer of-a-client"
+        await bed.complete("another text", headers={"Authorization": operator})
+        await bed.complete("one more text", headers={"Authorization": client})
+        told = [each.get("Authorization") for each in engines[0].tokenize_headers + engines[0].headers]
+        assert told.count(client) == 2
+        assert operator not in told
+        assert len(told) == 5
+
+
 async def test_a_kept_answer_is_of_the_headers_that_its_engine_was_told() -> None:
     """An engine may answer by them. What only names a client or a request decides nothing."""
     async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, response_cache_bytes=1 << 20)) as bed:
