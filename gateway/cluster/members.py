@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from descriptors.cluster import Member, View
@@ -185,21 +185,21 @@ class Members:
         return await ask()
 
     def _take(self, view: View) -> None:
-        """Forget members that have left."""
-        names = {member.name for member in view.members}
+        """Forget members that have left, and keep the connections to those that are back."""
+        names, there = {member.name for member in view.members}, {member.endpoint for member in view.members}
         for name in set(self._breakers) - names:
             del self._breakers[name]
-        for endpoint in set(self._storages) - set(self._closing) - {member.endpoint for member in view.members}:
+        for endpoint in there & set(self._closing):
+            self._closing.pop(endpoint).cancel()
+        for endpoint in set(self._storages) - set(self._closing) - there:
             self._closing[endpoint] = asyncio.get_running_loop().create_task(self._close_later(endpoint))
 
     async def _close_later(self, endpoint: str) -> None:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(CLOSE_AFTER_S)
-        self._closing.pop(endpoint, None)
-        if endpoint not in {member.endpoint for member in self.view.members}:
-            storage = self._storages.pop(endpoint, None)
-            if storage is not None:
-                await storage.close()
+        await asyncio.sleep(CLOSE_AFTER_S)
+        del self._closing[endpoint]
+        storage = self._storages.pop(endpoint, None)
+        if storage is not None:
+            await storage.close()
 
 
 def nobody() -> ServerError:

@@ -39,6 +39,7 @@ from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.reads import Reads
+from storage_server.kernel.removal import remove_keys
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.kernel.slow_readers import SlowReaders
@@ -47,7 +48,6 @@ from storage_server.kernel.watcher import Watcher
 COPIED_BYTES_MAX = 5 * GIB
 """S3 copies no larger object as one; a larger one keeps its parts here."""
 COPY_ATTEMPTS_MAX = 8
-DELETED_EXTENTS_MAX = 1000
 UPLOADS_AT_ONCE = 100
 _T = TypeVar("_T")
 
@@ -173,9 +173,7 @@ class Objects(Reads):
         with many parts would keep everybody waiting.
         """
         CALLER.set(access_key)
-        groups = await self._index.threaded(lambda db: queries.in_changes(db, bucket, keys, DELETED_EXTENTS_MAX))
-        for group in groups:
-            await self._change(partial(transaction.remove_many, bucket=bucket, keys=group), frees=True)
+        await remove_keys(partial(self._change, frees=True), bucket, keys)
         return []
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,3 +22,12 @@ async def remove_versions(change: Change, bucket: str, versions: Mapping[str, in
         count, seen = await change(some)
         removed, left = removed + count, left[seen:]
     return removed
+
+
+async def remove_keys(change: Change, bucket: str, keys: Sequence[str]) -> None:
+    """Delete the objects of these keys, whatever they show. Raises CallerError(NoSuchBucket)."""
+    while True:
+        some = partial(transaction.remove_many, bucket=bucket, keys=keys, extents_max=EXTENTS_MAX)
+        keys = keys[await change(some) :]
+        if not keys:
+            return

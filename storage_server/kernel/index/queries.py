@@ -241,24 +241,6 @@ def sizes(db: sqlite3.Connection, bucket: str, after: str, limit: int) -> list[t
     return db.execute(sql, (bucket, after, limit)).fetchall()
 
 
-def in_changes(db: sqlite3.Connection, bucket: str, keys: Sequence[str], extents_max: int) -> list[list[str]]:
-    """The keys in groups, in order: the objects of each have at most so many extents together, or it is one object."""
-    sql = (
-        "SELECT wanted.value, (SELECT count(*) FROM (SELECT 1 FROM extents AS e WHERE e.version = o.version LIMIT ?))"
-        " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
-        " ORDER BY wanted.id"
-    )
-    groups: list[list[str]] = [[]]
-    taken = 0
-    for key, count in db.execute(sql, (extents_max, json.dumps(keys, ensure_ascii=False), bucket)):
-        if groups[-1] and taken + max(1, count) > extents_max:
-            groups.append([])
-            taken = 0
-        groups[-1].append(key)
-        taken += max(1, count)
-    return groups
-
-
 def dirty(db: sqlite3.Connection) -> list[tuple[str, StoredObject]]:
     """Bucket and object of every dirty chunk, the oldest first."""
     sql = (

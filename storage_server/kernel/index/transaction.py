@@ -340,13 +340,19 @@ def remove(tx: Transaction, bucket: str, key: str, condition: WriteCondition) ->
         _remove(tx, bucket, found)
 
 
-def remove_many(tx: Transaction, bucket: str, keys: Iterable[str]) -> None:
-    """Delete the objects of these keys. Raises CallerError(NoSuchBucket)."""
+def remove_many(tx: Transaction, bucket: str, keys: Sequence[str], extents_max: int | None = None) -> int:
+    """Delete the objects of these keys, until so many extents are deleted; returns how many keys were looked at. Raises
+    CallerError(NoSuchBucket).
+    """
     require_bucket(tx.db, bucket)
-    for key in keys:
+    before = tx.dropped_count
+    for seen, key in enumerate(keys, start=1):
         found = find_object(tx.db, bucket, key)
         if found is not None:
             _remove(tx, bucket, found)
+        if extents_max is not None and tx.dropped_count - before >= extents_max:
+            return seen
+    return len(keys)
 
 
 def is_dirty(db: sqlite3.Connection, bucket: str, key: str) -> bool:

@@ -103,7 +103,7 @@ async def test_the_chunks_of_a_request_have_so_many_parts_together(
 
 
 async def test_callers_take_turns() -> None:
-    """One that asks a hundred times waits behind itself, and another only behind who has a turn."""
+    """A caller that asks a hundred times waits behind itself; another one waits only for the turn that is held."""
     turns = CallerTurns(1)
     order: list[str] = []
 

@@ -25,7 +25,7 @@ from descriptors.objects import (
 from descriptors.units import MIB
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.kernel import objects as objects_module
+from storage_server.kernel import removal
 from storage_server.kernel.data import extents as extents_module
 from storage_server.kernel.data.extents import ExtentFiles, PinSet, joined
 from storage_server.kernel.data.space import Space
@@ -362,7 +362,7 @@ async def test_many_objects_are_deleted_in_changes_of_few_rows(
     store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everybody's writes wait for a change that is under way."""
-    monkeypatch.setattr(objects_module, "DELETED_EXTENTS_MAX", 3)
+    monkeypatch.setattr(removal, "EXTENTS_MAX", 3)
     keys = [f"key {number}" for number in range(7)]
     for key in keys:
         await put(store, key, b"data")
