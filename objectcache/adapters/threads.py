@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from descriptors.units import KIB
+from objectcache.adapters.caller import CallerTurns
 
 HERE_BYTES_MAX = 64 * KIB
 """A document up to this size is parsed in less time than a hand-over to a thread takes."""
 HERE_ITEMS_MAX = 2_048
 """The event loop handles this many chunks or extents in a millisecond or two."""
+DEFAULT_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""The threads of an event loop's default executor, which has one queue for all (concurrent.futures)."""
 _T = TypeVar("_T")
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, CallerTurns] = WeakKeyDictionary()
 
 
 async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
@@ -21,12 +27,18 @@ async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
 
 
 async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
-    """`work()`, in a thread where it is long, so that the event loop goes on. The work has ended when this returns,
-    even when the caller is cancelled.
+    """`work()`, in a thread where it is long, so that the event loop goes on. Callers take turns for the threads, so
+    that one's many large requests do not stand in front of another's. The work has ended when this returns, even when
+    its task is cancelled.
     """
     if not is_long:
         return work()
-    return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        turns = _turns[loop] = CallerTurns(DEFAULT_THREADS)
+    async with turns.turn():
+        return await to_end(loop.run_in_executor(None, work))
 
 
 def in_parts(items: Sequence[_T]) -> Iterator[tuple[int, Sequence[_T]]]:

@@ -21,7 +21,8 @@ from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tiers import Tier, TierRuns, runs_of
 from descriptors.tracing import Phase
-from descriptors.units import KIB
+from descriptors.units import KIB, MIB
+from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.phases import Phases, delivery_timing
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, in_parts, let_others_run, to_end
 from storage_server.agents.rules.agents import RegisteredAgent
@@ -29,7 +30,7 @@ from storage_server.cache.dram import DramTier
 from storage_server.cache.rules.lent import Chunks, Lent, with_forms
 from storage_server.delivery.downlinks import Downlinks, Pace
 from storage_server.delivery.gather.coming import Coming, with_landed
-from storage_server.delivery.gather.passing import NOTHING, Brought, Passing, PassingRoom
+from storage_server.delivery.gather.passing import DELIVERIES_MAX, NOTHING, Brought, Passing
 from storage_server.delivery.gather.read import gather
 from storage_server.delivery.link import Link, Place
 from storage_server.delivery.meter import DONE, DeliveryMeter
@@ -39,7 +40,9 @@ from storage_server.delivery.scheduler.admission import Admission
 from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
+from storage_server.kernel.shared_room import SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
+from storage_server.planning.block_checksums import checksum_bytes
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Reading, Takes, reading_of
 from storage_server.planning.plan import (
@@ -55,6 +58,8 @@ from storage_server.planning.source import ChunkSource
 from storage_server.settings import StorageSettings
 
 GATHERED_AHEAD_MAX = 2
+JOINED_HERE_BYTES_MAX = 4 * MIB
+"""So many checksums are joined in a millisecond or two."""
 COPIED_HERE_BYTES_MAX = 256 * KIB
 """Payloads up to this size are gathered on the event loop when all their bytes are resident: copying them takes tens of
 microseconds, less than the hand-over to a thread. Bytes in files always go to a thread, because reads may block.
@@ -165,7 +170,9 @@ class Pipeline:
         self._source = source
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
-        self._passing_room = PassingRoom()
+        problem = "too many deliveries of chunks that find no room in the cache are under way"
+        self._passing_room = SharedRoom(DELIVERIES_MAX, DELIVERIES_MAX // 2, problem)
+        self._turns = CallerTurns(1)
         self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
         self.meter = DeliveryMeter()
         self.deliveries = Deliveries()
@@ -188,7 +195,8 @@ class Pipeline:
         tiers: list[Tier] = []
         for start, part in in_parts(found):
             await let_others_run(start)
-            tiers += [self._tier(extents, reader) for extents in part]
+            async with self._turns.turn():
+                tiers += [self._tier(extents, reader) for extents in part]
         return runs_of(tiers)
 
     def _tier(self, extents: Sequence[Extent] | None, reader: Takes | None) -> Tier:
@@ -259,7 +267,8 @@ class Pipeline:
                 self.limits.note(access_key, forms.chunk_count, forms.mean_error)
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
-            is_long = len(lent.addresses) > HERE_ITEMS_MAX
+            words_bytes = len(chunks) * checksum_bytes(layout.chunk_bytes)
+            is_long = len(lent.addresses) > HERE_ITEMS_MAX or words_bytes > JOINED_HERE_BYTES_MAX
             delivery.is_resident = None not in lent.addresses
             table = await computed(partial(_table_of, delivered, lent), is_long=is_long)
             coming = Coming.among(table, delivered)
@@ -278,8 +287,9 @@ class Pipeline:
                 def note_damage(index: int) -> None:
                     self._source.note_damage(bucket, descriptor.chunk_keys[index], chunks[index])
 
-                room = nullcontext() if passing is None else self._passing_room.taken(access_key)
-                async with room:
+                async with self._passing_room.holding() as held:
+                    if passing is not None:
+                        await held.at_least(1)
                     with coming or nullcontext():
                         arrivals = _Arrivals(coming, passing)
                         return await self._transfer(delivery, plan, table, place, arrivals, note_damage)

@@ -80,6 +80,7 @@ class UpstreamChunks:
         """
 
         attempts = count()
+        objects = self._cache.objects
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             is_again = next(attempts) > 0
@@ -88,6 +89,7 @@ class UpstreamChunks:
             await self._require_current(bucket, keys, found)
             absent = [index for index, extents in enumerate(found) if extents is None]
             if absent:
+                await objects.reserve(memory, len(keys), layout.chunk_bytes)
                 await self._stop_stale(bucket, [keys[index] for index in absent])
                 self._cache.evictor.note_lookup(bucket, keys, absent[0], since)
                 wanted = [keys[index] for index in absent]
@@ -102,9 +104,11 @@ class UpstreamChunks:
                 lambda: usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only),
                 is_long=len(keys) + sum(len(each) for each in found if each) > HERE_ITEMS_MAX,
             )
+            await objects.reserve(memory, len(usable), layout.chunk_bytes)
+            await objects.fill_checksums(bucket, keys, usable)
             return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
 
-        async with pinned(self._cache.files, find) as (chunks, extents):
+        async with objects.reserving() as memory, pinned(self._cache.files, find) as (chunks, extents):
             self._cache.evictor.note_read(bucket, keys[: len(chunks)])
             held = hold_landed(extents)
             try:

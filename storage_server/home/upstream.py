@@ -42,6 +42,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed, to_end
 from storage_server.home.cached_read import healing
 from storage_server.home.chunks import UpstreamChunks
@@ -57,7 +58,6 @@ from storage_server.home.rules.merged_list import dirty_after, merged
 from storage_server.home.rules.proof import make_proof
 from storage_server.home.service import HomeObjects, Service, Shown
 from storage_server.home.write_back import StoredBody, WriteBack, send_stored
-from storage_server.kernel.caller import CALLER
 from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import check_size

@@ -27,8 +27,8 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import Body
 from descriptors.units import GIB
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import to_end
-from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads

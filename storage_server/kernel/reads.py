@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import chain
 
 from descriptors.conditions import check_read
 from descriptors.descriptor import CHUNK_COUNT_MAX, invalid
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule, expiry
 from descriptors.objects import (
     BucketInfo,
@@ -25,8 +25,9 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import ObjectRead
+from descriptors.units import GIB, KIB, MIB
+from objectcache.adapters.caller import CALLER, CallerTurns
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed
-from storage_server.kernel.caller import CALLER, CallerTurns
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.index import queries, transaction
@@ -36,8 +37,10 @@ from storage_server.kernel.rules.damaged import DamagedObjects
 from storage_server.kernel.rules.listing import list_page
 from storage_server.kernel.rules.reading import is_taken, resolve_range, usable_prefix
 from storage_server.kernel.rules.rows import StoredObject
+from storage_server.kernel.shared_room import Held, SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.kernel.watcher import Watcher
+from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES, checksum_bytes
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Takes
 
@@ -48,6 +51,13 @@ EXTENTS_AT_ONCE = 4_096
 PARTS_AT_ONCE = 2
 PREFIX_EXTENTS_MAX = 2 * CHUNK_COUNT_MAX
 """The chunks of one request lie in so many extents at most; they take some 50 MB."""
+CHECKSUMS_HERE_BYTES = 64 * KIB
+"""The checksums of 256 MiB. So many are read here, and are not counted: a connection takes as much."""
+CHECKSUMS_BYTES_MAX = 1 * GIB
+"""The checksums of all that is being read; one caller has a quarter: enough for a delivery of 512 GiB, which has them
+twice.
+"""
+CHECKSUMS_AT_ONCE_BYTES = 4 * MIB
 
 
 class Reads:
@@ -69,6 +79,8 @@ class Reads:
         self._watcher = watcher or Watcher()
         self._readers = readers or SlowReaders(lambda: None, lambda: False, files.withheld_bytes)
         self._turns = CallerTurns(PARTS_AT_ONCE)
+        problem = "too much is being read: the checksums of all of it find no room in memory"
+        self._checksums = SharedRoom(CHECKSUMS_BYTES_MAX, CHECKSUMS_BYTES_MAX // 4, problem)
         self.damaged = DamagedObjects()
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
@@ -93,7 +105,7 @@ class Reads:
         """The object as it is now; its bytes stay readable until the context ends."""
         CALLER.set(access_key)
         async with (
-            pinned(self._files, lambda: self._find_read(request)) as (head, extents),
+            self._found_read(request) as (head, extents),
             self._reading(access_key, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
@@ -110,16 +122,23 @@ class Reads:
     async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
         """Open an object as `open_object` does, for a caller that reads the bytes itself."""
 
-        async with pinned(self._files, lambda: self._find_read(request)) as found:
+        async with self._found_read(request) as found:
             self._watcher.note_read(request.bucket, (request.key,))
             yield found
 
-    async def _find_read(self, request: ReadRequest) -> tuple[ReadHead, list[Extent]]:
+    @asynccontextmanager
+    async def _found_read(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
         """Few extents are read here, because a hand-over to a thread would cost more than they do."""
-        head, extents = self._index.here(lambda db: _find_read(db, request, extents_max=EXTENTS_HERE))
-        if extents is None:
-            head, extents = await self._index.threaded(lambda db: _find_read(db, request, extents_max=None))
-        return head, extents or []
+
+        async def find() -> tuple[ReadHead, list[Extent]]:
+            head, extents = self._index.here(lambda db: _find_read(db, request, extents_max=EXTENTS_HERE))
+            if extents is None:
+                await held.at_least(checksum_bytes(head.range.length))
+                head, extents = await self._index.threaded(lambda db: _find_read(db, request, extents_max=None))
+            return head, extents or []
+
+        async with self._checksums.holding() as held, pinned(self._files, find) as found:
+            yield found
 
     @asynccontextmanager
     async def open_stored(self, bucket: str, key: str) -> AsyncIterator[tuple[StoredObject | None, Sequence[Extent]]]:
@@ -128,9 +147,17 @@ class Reads:
         """
 
         async def find() -> tuple[StoredObject | None, list[Extent]]:
-            return self._index.here(lambda db: queries.stored(db, bucket, key))
+            stored = self.stored(bucket, key)
+            extents: list[Extent] | None = None
+            if stored is not None:
+                span = ByteRange(0, stored.info.nbytes)
+                extents = self._index.here(lambda db: _extents(db, stored, span, extents_max=EXTENTS_HERE))
+                if extents is None:
+                    await held.at_least(checksum_bytes(span.length))
+                    extents = await self._index.threaded(lambda db: _extents(db, stored, span, extents_max=None))
+            return stored, extents or []
 
-        async with pinned(self._files, find) as found:
+        async with self._checksums.holding() as held, pinned(self._files, find) as found:
             yield found
 
     def stored(self, bucket: str, key: str) -> StoredObject | None:
@@ -138,8 +165,8 @@ class Reads:
         return self._index.here(lambda db: transaction.find_object(db, bucket, key))
 
     def locations(self, bucket: str, key: str) -> list[Extent]:
-        """Where the bytes of what a key shows lie; nobody keeps them there."""
-        return self._index.here(lambda db: queries.stored(db, bucket, key))[1]
+        """Where the bytes of what a key shows lie, without checksums; nobody keeps them there."""
+        return self._index.here(lambda db: queries.locations(db, bucket, key))
 
     def is_damaged(self, bucket: str, key: str) -> bool:
         """Whether what the key shows is known to be damaged."""
@@ -172,7 +199,8 @@ class Reads:
     ) -> AsyncIterator[list[list[Extent]]]:
         """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each chunk.
 
-        Raises what `storage_server.kernel.rules.reading.usable_prefix` raises.
+        Raises what `storage_server.kernel.rules.reading.usable_prefix` raises, and CallerError(InvalidRequest) where
+        they are so many bytes that their checksums exceed a caller's share of the memory.
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
@@ -181,11 +209,49 @@ class Reads:
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
                 is_long=len(keys) + extent_count > HERE_ITEMS_MAX,
             )
+            await self.reserve(held, len(usable), chunk_bytes)
+            await self.fill_checksums(bucket, keys, usable)
             return usable, list(chain.from_iterable(usable))
 
-        async with pinned(self._files, find) as (chunks, _):
+        async with self.reserving() as held, pinned(self._files, find) as (chunks, _):
             self._watcher.note_read(bucket, keys[: len(chunks)])
             yield chunks
+
+    def reserving(self) -> AbstractAsyncContextManager[Held]:
+        """What one request has of the memory for checksums, until the context ends."""
+        return self._checksums.holding()
+
+    async def reserve(self, held: Held, chunk_count: int, chunk_bytes: int) -> None:
+        """Wait for the memory of so many chunks' checksums. Raises CallerError(InvalidRequest) where no caller may
+        have so much, ServerError(SlowDown) where it does not become free.
+        """
+        nbytes = 2 * chunk_count * checksum_bytes(chunk_bytes)
+        if nbytes > self._checksums.share:
+            most = self._checksums.share // (2 * WORD_BYTES) * BLOCK_BYTES
+            raise invalid("chunk_keys", f"these chunks have {chunk_count * chunk_bytes} bytes; one delivery has {most}")
+        if nbytes > CHECKSUMS_HERE_BYTES:
+            await held.at_least(nbytes)
+
+    async def fill_checksums(self, bucket: str, keys: Sequence[str], usable: list[list[Extent]]) -> None:
+        """Bring the checksums of the chunks that came without them, in parts of bounded bytes.
+
+        Raises ServerError(SlowDown) where a chunk has changed meanwhile.
+        """
+        lacking = await computed(
+            lambda: [at for at, chunk in enumerate(usable) if not all(extent.has_checksums for extent in chunk)],
+            is_long=len(usable) > HERE_ITEMS_MAX,
+        )
+        while lacking:
+            part, nbytes = [], 0
+            while lacking and nbytes < CHECKSUMS_AT_ONCE_BYTES:
+                part.append(lacking.pop())
+                nbytes += sum(checksum_bytes(extent.nbytes) for extent in usable[part[-1]])
+            wanted = [keys[at] for at in part]
+            full = await self._index.threaded(lambda db: queries.checked(db, bucket, wanted))  # noqa: B023
+            for at, extents in zip(part, full, strict=True):
+                if extents != usable[at]:
+                    raise ServerError(ErrorCode.SLOW_DOWN, f"chunk_keys[{at}] changes while it is read", retryable=True)
+                usable[at] = extents
 
     async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
         """The extents of each key's object; None where there is no chunk, or where its bytes are damaged.
@@ -265,7 +331,7 @@ class Reads:
 def _find_read(
     db: sqlite3.Connection, request: ReadRequest, *, extents_max: int | None
 ) -> tuple[ReadHead, list[Extent] | None]:
-    """The extents are None where the object has more parts than `extents_max`; None for `extents_max` is no bound."""
+    """The extents are None where they are many (see `_extents`)."""
     found = transaction.require_object(db, request.bucket, request.key)
     check_read(request.condition, found.info.etag, found.info.modified_at)
     if request.part_number is not None:
@@ -275,7 +341,17 @@ def _find_read(
     else:
         span = resolve_range(request.range, found.info.nbytes)
     head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
-    if extents_max is not None and (found.info.part_count or 1) > extents_max:
-        return head, None
-    extents = queries.extents_of(db, found.version, span.start, span.start + span.length)
-    return head, extents
+    return head, _extents(db, found, span, extents_max=extents_max)
+
+
+def _extents(
+    db: sqlite3.Connection, found: StoredObject, span: ByteRange, *, extents_max: int | None
+) -> list[Extent] | None:
+    """None where the object has more parts than `extents_max`, or the span more checksums than are read here; None for
+    `extents_max` is no bound.
+    """
+    if extents_max is not None:
+        is_large = checksum_bytes(span.length) > CHECKSUMS_HERE_BYTES
+        if is_large or (found.info.part_count or 1) > extents_max:
+            return None
+    return queries.extents_of(db, found.version, span.start, span.start + span.length)

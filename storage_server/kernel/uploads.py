@@ -27,8 +27,8 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import to_end
-from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.bodies import BodyWriter
 from storage_server.kernel.data.segments import Pending
 from storage_server.kernel.data.space import reserved_in

@@ -15,6 +15,11 @@ BLOCK_BYTES = 16_384
 WORD_BYTES = 4
 
 
+def checksum_bytes(nbytes: int) -> int:
+    """The bytes of the checksums of all blocks of `nbytes`."""
+    return -(-nbytes // BLOCK_BYTES) * WORD_BYTES
+
+
 class BlockChecksums:
     """Computes the block checksums of bytes that arrive in pieces of any size."""
 

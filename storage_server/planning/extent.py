@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from storage_server.planning.block_checksums import checksum_bytes
+
 ALIGNMENT_BYTES = 4096
 """Extents begin at multiples of this many bytes: the size of a page, and of a block of most disks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block. In the object these bytes begin
-    at `object_offset`. `content_class` and `form` are those of the object through which the bytes were found: the
-    class, and the form of an encoded chunk (descriptors.kv_forms), each empty for none.
+    """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block: empty where nobody asked for
+    them, because those of large extents take memory. In the object these bytes begin at `object_offset`.
+    `content_class` and `form` are those of the object through which the bytes were found: the class, and the form of an
+    encoded chunk (descriptors.kv_forms), each empty for none.
     """
 
     file_id: str
     offset: int
     nbytes: int
-    checksums: bytes
+    checksums: bytes = field(compare=False)
     object_offset: int = 0
     content_class: str = field(default="", compare=False)
     form: str = field(default="", compare=False)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the checksums of all blocks are here, so that its bytes can be proved."""
+        return len(self.checksums) >= checksum_bytes(self.nbytes)
 
 
 def aligned(nbytes: int) -> int:

@@ -19,13 +19,13 @@ from descriptors.storage_api import (
     ObjectStored,
     Patience,
 )
+from objectcache.adapters.caller import CALLER
 from storage_server.agents.requests import RequestTable
 from storage_server.delivery.gather.staging import StagingPool
 from storage_server.delivery.pipeline import Pipeline
 from storage_server.delivery.registrar import Registrar
 from storage_server.delivery.transport.destination import Destination, PayloadLimits
 from storage_server.delivery.transport.http import HttpDestination
-from storage_server.kernel.caller import CALLER
 from storage_server.moves.object_transfers import ObjectTransfers
 from storage_server.planning.forms import reading_of, taken_of
 from storage_server.planning.source import ChunkSource

@@ -7,18 +7,16 @@ layers, and nothing of them is kept: a cache that is too small serves all that i
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.units import MIB
-from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
+from storage_server.planning.block_checksums import BLOCK_BYTES, checksum_bytes
 from storage_server.planning.extent import Extent
 from storage_server.planning.plan import Payload
 from storage_server.planning.rows import RESIDENT, SourceColumn, SourceTable
@@ -27,7 +25,6 @@ WINDOWS_BYTES = 16 * MIB
 """The memory of one delivery for the windows of payloads under way, and as much for what later payloads need."""
 DELIVERIES_MAX = 8
 """Deliveries at a time that have it; one access key has half of them."""
-PATIENCE_S = 10.0
 Read = Callable[[int, int, memoryview], Awaitable[None]]
 """Brings bytes of a chunk, from the start on, into the view, and proves them; the first argument is the chunk's place
 in the prefix, earlier ones go first. Raises ObjectCacheError.
@@ -46,8 +43,7 @@ class PassingExtent(Extent):
     @staticmethod
     def of(name: str, nbytes: int, unit_bytes: int, read: Read) -> PassingExtent:
         """`name` is unique, and no file's."""
-        words = bytes(-(-nbytes // BLOCK_BYTES) * WORD_BYTES)
-        return PassingExtent(name, 0, nbytes, words, unit_bytes=unit_bytes, read=read)
+        return PassingExtent(name, 0, nbytes, bytes(checksum_bytes(nbytes)), unit_bytes=unit_bytes, read=read)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -187,34 +183,3 @@ def _span_of(payload: Payload, index: int) -> tuple[int, int]:
     source, piece = payload.source_offset, payload.piece_bytes
     start = source if isinstance(source, int) else int(source[at])
     return start, start + (piece if isinstance(piece, int) else int(piece[at]))
-
-
-class PassingRoom:
-    """The memory of all deliveries for chunks that pass."""
-
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(DELIVERIES_MAX)
-        self._of_keys: dict[str, asyncio.Semaphore] = {}
-        self._users: Counter[str] = Counter()
-
-    @asynccontextmanager
-    async def taken(self, access_key: str) -> AsyncIterator[None]:
-        """One delivery's part of it, until the block ends. Raises ServerError(SlowDown) where none is free for
-        PATIENCE_S.
-        """
-        of_key = self._of_keys.setdefault(access_key, asyncio.Semaphore(DELIVERIES_MAX // 2))
-        self._users[access_key] += 1
-        try:
-            async with AsyncExitStack() as stack:
-                try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        await stack.enter_async_context(of_key)
-                        await stack.enter_async_context(self._free)
-                except TimeoutError:
-                    problem = "too many deliveries of chunks that find no room in the cache are under way"
-                    raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
-                yield
-        finally:
-            self._users[access_key] -= 1
-            if not self._users[access_key]:
-                del self._users[access_key], self._of_keys[access_key]

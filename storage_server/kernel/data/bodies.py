@@ -11,8 +11,8 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
 from descriptors.storage_api import Body, Piece, Pump
 from descriptors.units import KIB, MIB
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import finished
-from storage_server.kernel.caller import CALLER
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import ExtentFiles

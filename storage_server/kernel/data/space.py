@@ -18,7 +18,7 @@ from pathlib import Path
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB, MIB, format_bytes
-from storage_server.kernel.caller import CALLER
+from objectcache.adapters.caller import CALLER
 from storage_server.planning.extent import aligned
 
 ROOM_BYTES = 16 * MIB

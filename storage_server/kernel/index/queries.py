@@ -18,11 +18,13 @@ from descriptors.objects import (
     PartPage,
     UploadRef,
 )
+from descriptors.units import MIB
 from storage_server.kernel.index.transaction import find_object, require_bucket, require_object
 from storage_server.kernel.index.upload_changes import require_upload
 from storage_server.kernel.rules.rows import (
     BUCKET_COLUMNS,
     EXTENT_COLUMNS,
+    LOCATION_COLUMNS,
     OBJECT_COLUMNS,
     PART_COLUMNS,
     UPLOAD_COLUMNS,
@@ -40,6 +42,8 @@ from storage_server.planning.extent import Extent
 
 CHUNK_EXTENTS_MAX = 256
 """A chunk of 1.25 GiB has so many parts, of the least size that S3 takes."""
+CHECKED_EXTENT_BYTES_MAX = 16 * MIB
+"""A lookup brings the checksums of extents up to this size: 4 KiB, which are remembered for the descriptor to come."""
 
 
 def _header(name: str) -> str:
@@ -77,10 +81,17 @@ def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> li
     return extents(db.execute(f"{sql} ORDER BY object_offset", (version, end, start)))
 
 
-def stored(db: sqlite3.Connection, name: str, key: str) -> tuple[StoredObject | None, list[Extent]]:
-    """The object of a key, with its extents; None where there is none."""
+def locations(db: sqlite3.Connection, name: str, key: str) -> list[Extent]:
+    """Where the bytes of a key's object lie: its extents, without checksums."""
+    sql = f"SELECT {LOCATION_COLUMNS} FROM extents WHERE version = ? ORDER BY object_offset"
     found = find_object(db, name, key)
-    return (None, []) if found is None else (found, extents_of(db, found.version, 0, max(1, found.info.nbytes)))
+    return [] if found is None else extents(db.execute(sql, (found.version,)))
+
+
+def checked(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[Extent]]:
+    """The extents of each key's object, with all checksums; none where there is no object."""
+    found = [find_object(db, name, key) for key in keys]
+    return [[] if each is None else extents_of(db, each.version, 0, each.info.nbytes) for each in found]
 
 
 def objects(db: sqlite3.Connection, bucket: str, keys: Sequence[str]) -> list[StoredObject | None]:
@@ -119,7 +130,8 @@ def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart
 
 
 _PREFIX = (
-    "SELECT * FROM (SELECT wanted.key AS at, o.nbytes, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
+    "SELECT * FROM (SELECT wanted.key AS at, o.nbytes, e.file_id, e.file_offset, e.nbytes,"
+    f" CASE WHEN e.nbytes <= {CHECKED_EXTENT_BYTES_MAX} THEN e.blocks ELSE x'' END, e.object_offset,"
     f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
     " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
     " LEFT JOIN extents AS e ON e.version = CASE WHEN"
@@ -132,8 +144,8 @@ returns for each row, is not fought for.
 
 
 def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: int) -> list[list[Extent] | None]:
-    """The extents of each key's object, in the order of `keys`. None where there is none, or where it has more than
-    CHUNK_EXTENTS_MAX, so that it is no chunk.
+    """The extents of each key's object, in the order of `keys`, large ones without checksums. None where there is none,
+    or where it has more than CHUNK_EXTENTS_MAX, so that it is no chunk.
 
     The answer ends with the object that `extents_max` is reached at: the time that this takes is bounded by both.
     """

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, to_end
-from storage_server.kernel.caller import CallerTurns
 from storage_server.kernel.data.disk import disk_error
 from storage_server.kernel.data.extents import ExtentFiles, PinSet
 from storage_server.kernel.index.committer import index_error

@@ -28,6 +28,8 @@ from storage_server.planning.extent import Extent
 BUCKET_COLUMNS = "name, created_at, owner, cache"
 OBJECT_COLUMNS = "key, version, nbytes, etag, modified_at, attributes"
 EXTENT_COLUMNS = "file_id, file_offset, nbytes, blocks, object_offset"
+LOCATION_COLUMNS = "file_id, file_offset, nbytes, x'' AS blocks, object_offset"
+"""Those of an extent without its checksums."""
 PART_COLUMNS = "part_number, nbytes, etag, modified_at, checksum"
 UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
 
@@ -214,7 +216,7 @@ def part_info(row: tuple[Any, ...], algorithm: ChecksumAlgorithm | None) -> Part
 
 
 def extents(rows: Iterable[tuple[Any, ...]]) -> list[Extent]:
-    """The extents of rows of EXTENT_COLUMNS. An empty part has a row but no extent."""
+    """The extents of rows of EXTENT_COLUMNS or LOCATION_COLUMNS. An empty part has a row but no extent."""
     return [Extent(*row) for row in rows if row[0]]
 
 

@@ -8,12 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from descriptors.errors import CallerError, ChunkUnavailable
-from descriptors.objects import ClaimedPart, CompleteRequest, PartRequest, PutRequest, UploadRef, UploadRequest
+from descriptors.errors import CallerError, ChunkUnavailable, ServerError
+from descriptors.objects import (
+    ClaimedPart,
+    CompleteRequest,
+    PartRequest,
+    PutRequest,
+    ReadRequest,
+    UploadRef,
+    UploadRequest,
+)
+from objectcache.adapters.caller import CALLER, CallerTurns
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.kernel import reads
-from storage_server.kernel.caller import CALLER, CallerTurns
+from storage_server.kernel import reads, shared_room
 from storage_server.kernel.index import queries, upload_changes
+from storage_server.kernel.shared_room import SharedRoom
 from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
@@ -172,3 +181,48 @@ async def test_the_store_still_takes_an_object_of_many_parts(store: EmbeddedStor
     found = store.objects.stored("bbb", "many")
     assert found is not None
     assert found.info.nbytes == 4 * (queries.CHUNK_EXTENTS_MAX + 1)
+
+
+async def test_checksums_of_large_chunks_are_read_for_deliveries_alone(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object of 1 GiB has 256 KiB of checksums: 800 of them named in a lookup took hundreds of MB."""
+    body, keys = bytes(queries.CHECKED_EXTENT_BYTES_MAX + 1), ["large", "other", "small"]
+    for key in keys[:2]:
+        await store.objects.put_object("k", PutRequest("bbb", key, len(body)), BytesBody(body))
+    await store.objects.put_object("k", PutRequest("bbb", "small", 4), BytesBody(b"1234"))
+    for _ in range(2):
+        found = await store.objects.resolve("bbb", keys)
+        assert [[extent.has_checksums for extent in each or ()] for each in found] == [[False], [False], [True]]
+    monkeypatch.setattr(reads, "CHECKSUMS_AT_ONCE_BYTES", 1)
+    async with store.objects.open_prefix("bbb", keys[:2], len(body), prefix_only=False) as chunks:
+        assert [[extent.has_checksums for extent in each] for each in chunks] == [[True], [True]]
+    assert not any(extent.checksums for extent in store.objects.locations("bbb", "large"))
+
+
+async def test_a_delivery_is_not_larger_than_the_memory_for_its_checksums(store: EmbeddedStore) -> None:
+    async with store.objects.reserving() as held:
+        with pytest.raises(CallerError, match="one delivery has"):
+            await store.objects.reserve(held, 1 << 16, 1 << 30)
+        assert held.amount == 0
+        await store.objects.reserve(held, 1 << 9, 1 << 30)
+        assert held.amount == reads.CHECKSUMS_BYTES_MAX // 4
+
+
+async def test_a_read_of_a_large_object_holds_memory_for_its_checksums(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "CHECKSUMS_HERE_BYTES", 4)
+    body = bytes(3 * 16_384)
+    await store.objects.put_object("k", PutRequest("bbb", "key", len(body)), BytesBody(body))
+    monkeypatch.setattr(store.objects, "_checksums", SharedRoom(100, 12, "none left"))
+    monkeypatch.setattr(shared_room, "PATIENCE_S", 0.0)
+    async with store.objects.open_object("k", ReadRequest("bbb", "key")) as first:
+        assert b"".join([bytes(piece) async for piece in first.body]) == body
+        with pytest.raises(ServerError, match="none left"):
+            async with store.objects.open_object("k", ReadRequest("bbb", "key")):
+                raise AssertionError
+        async with store.objects.open_object("other", ReadRequest("bbb", "key")) as second:
+            assert b"".join([bytes(piece) async for piece in second.body]) == body
+    async with store.objects.open_stored("bbb", "key") as (_, extents):
+        assert [extent.has_checksums for extent in extents] == [True]

@@ -1,0 +1,112 @@
+"""SharedRoom: something that all requests share, such as memory. One caller never has more than its share of it, and
+those that wait for it come in the order in which they asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.caller import CALLER
+
+PATIENCE_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Wish:
+    caller: str
+    amount: int
+    granted: asyncio.Future[None]
+
+
+class SharedRoom:
+    """`total` of something, of which one caller may have `share`. `problem` says in an error what there is too much of.
+    Used on one event loop.
+    """
+
+    def __init__(self, total: int, share: int, problem: str) -> None:
+        self.share = share
+        self._free = total
+        self._held: Counter[str] = Counter()
+        self._waiting: list[_Wish] = []
+        self._problem = problem
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[Held]:
+        """A part of it for CALLER, empty at first, until the block ends."""
+        held = Held(self, CALLER.get())
+        try:
+            yield held
+        finally:
+            if held.amount:
+                self._give_back(held.caller, held.amount)
+
+    async def take(self, caller: str, amount: int) -> None:
+        """Wait until so much is free, for the caller too. Raises ServerError(SlowDown) after PATIENCE_S."""
+        wish = _Wish(caller, amount, asyncio.get_running_loop().create_future())
+        self._waiting.append(wish)
+        self._serve()
+        if wish.granted.done():
+            return
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await wish.granted
+        except TimeoutError:
+            self._withdraw(wish)
+            raise ServerError(ErrorCode.SLOW_DOWN, self._problem, retryable=True) from None
+        except asyncio.CancelledError:
+            self._withdraw(wish)
+            raise
+
+    def _withdraw(self, wish: _Wish) -> None:
+        if wish in self._waiting:
+            self._waiting.remove(wish)
+            self._serve()
+        elif not wish.granted.cancelled():
+            self._give_back(wish.caller, wish.amount)
+
+    def _give_back(self, caller: str, amount: int) -> None:
+        self._free += amount
+        self._held[caller] -= amount
+        if not self._held[caller]:
+            del self._held[caller]
+        self._serve()
+
+    def _serve(self) -> None:
+        """Grant what fits. Who lacks only the room of others is waited for, so that small wishes never keep a large one
+        waiting for ever; who has its own share in use keeps nobody waiting.
+        """
+        for wish in list(self._waiting):
+            if wish.granted.cancelled():
+                self._waiting.remove(wish)
+                continue
+            if self._held[wish.caller] + wish.amount > self.share:
+                continue
+            if wish.amount > self._free:
+                return
+            self._waiting.remove(wish)
+            self._free -= wish.amount
+            self._held[wish.caller] += wish.amount
+            wish.granted.set_result(None)
+
+
+@dataclass(slots=True)
+class Held:
+    """What one request has of a room."""
+
+    room: SharedRoom
+    caller: str
+    amount: int = 0
+
+    async def at_least(self, amount: int) -> None:
+        """Wait until the request has so much. More than a share counts as the share, so that it can be had at all.
+        Raises ServerError(SlowDown) where it does not become free.
+        """
+        more = min(amount, self.room.share) - self.amount
+        if more > 0:
+            await self.room.take(self.caller, more)
+            self.amount += more
