@@ -127,7 +127,7 @@ class Following:
             waiting = await self._step(waiting, sizes, is_start=is_start)
         if not self._problems:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
-                self._untold += await self._committer.commit(self._forget_outdated, frees=True)
+                await self._forget_outdated()
                 self._outdated_s = None
             self.whole_s = begun_s
         self.begun_s = begun_s
@@ -289,9 +289,15 @@ class Following:
                 _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
             self._problems[journal.writer] = journal.problem
 
-    def _forget_outdated(self, tx: Transaction) -> list[Shown]:
-        changed = list[Shown]()
-        for writer, generation in merge.outdated(tx.db):
+    async def _forget_outdated(self) -> None:
+        for writer, generation in await self._committer.commit(lambda tx: merge.outdated(tx.db), frees=True):
             if writer not in self._spoiled:
-                changed += merge.forget_older(tx, writer, generation)
-        return changed
+                await self.forget_older(writer, generation)
+
+    async def forget_older(self, writer: str, generation: int) -> None:
+        """Forget what only older generations of a writer's journal had, in changes that others wait for shortly."""
+        is_more = True
+        while is_more:
+            change = partial(merge.forget_older, writer=writer, generation=generation)
+            changed, is_more = await self._committer.commit(change, frees=True)
+            self._untold += changed

@@ -48,8 +48,24 @@ PROVED_BYTES = 1 << 20
 _NAME = re.compile(r"journal-(\d{1,9})\Z")
 
 
+@dataclass(slots=True)
+class Rewrite:
+    """A new generation of the own journal while it is written, behind `generation`. So far it has `end` bytes."""
+
+    generation: int
+    place: Beneath
+    fd: int
+    end: int = 0
+
+    def close(self) -> None:
+        """Close the file. Later calls do nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
 class OwnJournal:
-    """The journal of this server. Used by one thread at a time; methods raise OSError."""
+    """The journal of this server. Used by one thread at a time, but for a rewrite; methods raise OSError."""
 
     def __init__(self, folder: Beneath, disk: Disk) -> None:
         self._folder = folder
@@ -115,24 +131,51 @@ class OwnJournal:
         if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
             raise OSError(errno.ESTALE, "another file is in the journal's place: is the file system mounted?")
 
-    def rewrite(self, frames: Iterable[bytes]) -> None:
-        """Begin a new generation with these frames; without an error the old one is gone."""
+    def begin_rewrite(self, frames: Iterable[bytes]) -> Rewrite:
+        """Write a new generation that begins with these frames; nobody reads it yet. May be called from any thread, one
+        at a time, while the journal is written on.
+        """
         self._require_place()
         place = _place(self._folder, self.generation + 1)
         new = place.with_name(place.name + ".new")
         self._disk.unlink(new)
-        fd = self._disk.create(new)
+        rewrite = Rewrite(self.generation, new, self._disk.create(new))
         try:
-            end = 0
-            for frame in frames:
-                self._disk.write_all(fd, memoryview(frame), end)
-                end += len(frame)
-            self._disk.sync(fd)
+            self.add(rewrite, frames)
+        except BaseException:
+            rewrite.close()
+            raise
+        return rewrite
+
+    def add(self, rewrite: Rewrite, frames: Iterable[bytes]) -> None:
+        """Write more frames into it. May be called from any thread, one at a time."""
+        for frame in frames:
+            self._disk.write_all(rewrite.fd, memoryview(frame), rewrite.end)
+            rewrite.end += len(frame)
+        self._disk.sync(rewrite.fd)
+
+    def tail(self, start: int, end: int) -> Iterator[bytes]:
+        """The bytes [start, end) of the journal, which were written durably. May be called from any thread."""
+        fd = _place(self._folder, self.generation).open(os.O_RDONLY)
+        try:
+            while start < end:
+                piece = _read(fd, start, min(STEP_BYTES, end - start))
+                if not piece:
+                    raise OSError(errno.ESTALE, "the journal is shorter than it was")
+                yield piece
+                start += len(piece)
         finally:
             os.close(fd)
+
+    def finish_rewrite(self, rewrite: Rewrite) -> None:
+        """The new generation counts from now on; without an error the old one is gone."""
+        self._require_place()
+        if rewrite.generation != self.generation:
+            raise OSError(errno.ESTALE, "the journal was written anew meanwhile")
+        place = _place(self._folder, self.generation + 1)
         self._is_doubtful = True  # until it is known which of the two counts
         try:
-            new.rename(place)
+            rewrite.place.rename(place)
         except OSError:
             if place.exists():  # others may have read it
                 raise
@@ -141,7 +184,7 @@ class OwnJournal:
         self._disk.sync_directory(self._folder)
         os.close(self._fd)
         self._fd = place.open(os.O_RDWR)
-        self.generation, self.end, self._is_doubtful = self.generation + 1, end, False
+        self.generation, self.end, self._is_doubtful = self.generation + 1, rewrite.end, False
         for name in self._folder.names():
             match = _NAME.match(name)
             if match and int(match[1]) < self.generation:

@@ -31,6 +31,8 @@ TABLES = (
     "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
 )
+FORGOTTEN_ROWS = 2_000
+"""So many rows go in one change, which others wait for."""
 _ORDER: dict[TouchedKind, int] = {"object": 0, "part": 1, "upload": 2, "bucket": 3}
 _BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
 
@@ -74,6 +76,18 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
     return sorted(records, key=lambda record: _ORDER[record.about.kind])
 
 
+def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[Record]:
+    """Records that take others back which the own journal has and the index has not: what `db`, a connection that sees
+    the index before them, shows of their things. A stamp is one above that of the record that is taken back, so what
+    other servers change meanwhile wins.
+    """
+    found = list[Record]()
+    for record in records:
+        row, bodies = _shown_rows(db, record.about)
+        found.append(Record(record.about, record.stamp + 1, row, bodies))
+    return sorted(found, key=lambda record: _ORDER[record.about.kind])
+
+
 def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record], now_s: float) -> None:
     """Note what the own journal says now; the rows show it already."""
     for record in records:
@@ -81,7 +95,7 @@ def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iter
 
 
 def note_rewritten(db: sqlite3.Connection, writer: str, generation: int, kept: Iterable[Touched]) -> None:
-    """Note that the own journal was written anew with these."""
+    """Note that a new generation of the own journal has these."""
     sql = "UPDATE records SET generation = ? WHERE kind = ? AND name = ? AND key = ? AND writer = ?"
     db.executemany(sql, [(generation, *about, writer) for about in kept])
 
@@ -109,22 +123,29 @@ def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Recor
     return changed
 
 
-def forget_older(tx: Transaction, writer: str, generation: int) -> list[Shown]:
+def forget_older(
+    tx: Transaction, writer: str, generation: int, rows_max: int = FORGOTTEN_ROWS
+) -> tuple[list[Shown], bool]:
     """A journal's new generation is read as a whole, and all other journals are, too: records that only older
     generations had are in none of them any more. A row that such a record still shows was deleted, and the deletion's
-    record was dropped later. Returns which keys show nothing now.
+    record was dropped later. Returns which keys show nothing now, and whether there is more: one call changes about
+    `rows_max` rows.
     """
     changed = list[Shown]()
-    sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ? AND generation < ?"
-    for kind, name, key, stamp, is_gone in tx.db.execute(sql, (writer, generation)).fetchall():
+    changes_before = tx.db.total_changes
+    sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ? AND generation < ? LIMIT ?"
+    older = tx.db.execute(sql, (writer, generation, rows_max)).fetchall()
+    for kind, name, key, stamp, is_gone in older:
         about = Touched(kind, name, key)
         holding = _holding(tx.db, about)
         if not is_gone and holding is not None and holding[:2] == (stamp, writer):
             _SHOW[about.kind](tx, Record(about, stamp, None))
             if about.kind == "object":
                 changed.append(Shown(name, key, None))
-    tx.db.execute("DELETE FROM records WHERE writer = ? AND generation < ?", (writer, generation))
-    return changed
+        tx.db.execute("DELETE FROM records WHERE kind = ? AND name = ? AND key = ? AND writer = ?", (*about, writer))
+        if tx.db.total_changes - changes_before >= rows_max:
+            break
+    return changed, bool(older)
 
 
 def outdated(db: sqlite3.Connection) -> list[tuple[str, int]]:

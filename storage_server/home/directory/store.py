@@ -18,8 +18,8 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from storage_server.home.directory.journal import OwnJournal, named_files
 from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
+from storage_server.home.directory.rewriting import Rewriting
 from storage_server.home.directory.rules.clock import ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
@@ -52,14 +53,14 @@ from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Segments
 from storage_server.kernel.data.space import Bound, Space
 from storage_server.kernel.index import queries
-from storage_server.kernel.index.committer import Committer
+from storage_server.kernel.index.committer import Committer, RefusedChangesError
 from storage_server.kernel.index.identity import Mark
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.reserve import Reserve
 from storage_server.kernel.index.resolved import ResolvedKeys
+from storage_server.kernel.index.schema import connect_current
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import Objects
-from storage_server.kernel.rules.rows import Touched
 from storage_server.kernel.upkeep.lifecycle import Lifecycle
 from storage_server.kernel.uploads import Uploads
 from storage_server.kernel.watcher import Watcher
@@ -74,10 +75,7 @@ REWRITE_BYTES_MIN = 4 << 20
 REWRITE_GROWTH = 2
 """A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
 RETIRED_CHECK_S = 3600.0
-GONE_KEPT_S = 86_400.0
-"""For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
-deletes.
-"""
+_SLOW = "the shared directory answers too slowly"
 _log = logging.getLogger(__name__)
 
 
@@ -104,9 +102,10 @@ class SharedDirectory:
         self._checked_retired_s = float("-inf")
         self._clock = StampClock(self.files.now_s, 0)
         self._mark = Mark(local)
+        self._index = local / "index.sqlite3"
         space = Space(local, None)
         self.committer = Committer(
-            local / "index.sqlite3",
+            self._index,
             Durability.STRICT,
             disk,
             self._dispose,
@@ -119,8 +118,9 @@ class SharedDirectory:
             self,
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
-        self.reader = IndexReader(local / "index.sqlite3")
+        self.reader = IndexReader(self._index)
         self._io = IoThreads(IO_THREADS)
+        self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * UPKEEP_S, self.files.beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
@@ -238,10 +238,11 @@ class SharedDirectory:
         try:
             self._append([*framed(records)], frees=all(record.row is None for record in records))
         except BadRecordError as error:
-            raise ServerError(ErrorCode.INTERNAL_ERROR, str(error)) from error
+            raise RefusedChangesError(ErrorCode.INTERNAL_ERROR, str(error)) from error
         except OSError as error:
             _log.warning("the journal of the shared directory: %s", error)
             raise disk_error(error, "writing the journal") from error
+        self._rewriting.note(records)
         merge.note_own(tx.db, self._membership.writer, self._journal.generation, records, time.time())
         merge.note_position(tx.db, self._membership.writer, self._journal.generation, self._journal.end)
         if not self._has_read_journals_lately(others):
@@ -270,10 +271,12 @@ class SharedDirectory:
         if (generation, position) == (journal.generation, journal.end):
             return
         try:
-            for found in journal.read(position if generation == journal.generation else 0):
+            read_to = position if generation == journal.generation else self._rewriting.caught_up(tx)
+            for found in journal.read(read_to):
                 self.following.note_passed_over(writer, found.passed_over)
                 for _, records in found.pieces:
                     self._clock.observe(max((record.stamp for record in records), default=0))
+                    self._rewriting.note(records)
                     merge.apply(tx, writer, journal.generation, records, time.time())
         except OSError as error:
             raise disk_error(error, "reading the journal") from error
@@ -288,18 +291,20 @@ class SharedDirectory:
 
     def _require_read_journals(self, others: set[str]) -> None:
         if not self._has_read_journals_lately(others):
-            raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+            raise RefusedChangesError(ErrorCode.SLOW_DOWN, _SLOW, retryable=True)
 
     def _require_there(self, others: set[str], records: Sequence[Record]) -> None:
-        """Take a record back, where its writing took so long that a file that it names was deleted meanwhile. Raises
-        ServerError then.
+        """Take the transaction's records back, where their writing took so long that a file that one of them names was
+        deleted meanwhile: behind them come records of what the index had before. Raises RefusedChangesError then.
         """
         if all(self.files.place(file_id).exists() for file_id in others):
             return
-        gone = [Record(record.about, record.stamp + 1, None) for record in records if record.bodies]
+        with closing(connect_current(self._index)) as committed:
+            before = merge.collected_before(committed, records)
+        self._rewriting.note(before)
         with suppress(OSError):
-            self._append([*framed(gone)], frees=True)
-        raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+            self._append([*framed(before)], frees=True)
+        raise RefusedChangesError(ErrorCode.SLOW_DOWN, _SLOW, retryable=True)
 
     def _dispose(self, file_id: str) -> None:
         self.segments.retire(file_id)
@@ -312,7 +317,7 @@ class SharedDirectory:
             try:
                 await self._find_retired()
                 await self._delete_dead()
-                await self.committer.commit(self._shorten_journal, frees=True)
+                await self._shorten_journal()
             except ObjectCacheError as error:
                 _log.warning("the shared directory: %s", error)
             except Exception:
@@ -354,26 +359,12 @@ class SharedDirectory:
                 _log.warning("the files of the silent server %s stay: %s", writer, error)
         return found
 
-    def _shorten_journal(self, tx: Transaction) -> None:
-        """Write the journal anew where most of it may be old. A change that is not in the journal yet has to wait."""
-        journal, writer = self._journal, self._membership.writer
-        self._reserve.keep()
-        if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
+    async def _shorten_journal(self) -> None:
+        """Write the journal anew where most of it may be old."""
+        journal = self._journal
+        await self.committer.commit(lambda tx: self._reserve.keep(), frees=True)
+        if journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return
-        kept = merge.kept(tx.db, writer, time.time() - GONE_KEPT_S)
-        noted: list[Touched] = []
-
-        def noting() -> Iterator[Record]:
-            for record in kept:
-                noted.append(record.about)
-                yield record
-
-        try:
-            journal.rewrite(framed(noting()))
-        except (OSError, BadRecordError) as error:
-            _log.warning("the journal of the shared directory could not be written anew: %s", error)
-            return
-        self._rewritten_bytes = journal.end
-        merge.note_rewritten(tx.db, writer, journal.generation, noted)
-        merge.forget_older(tx, writer, journal.generation)
-        merge.note_position(tx.db, writer, journal.generation, journal.end)
+        if await self._rewriting.run():
+            self._rewritten_bytes = journal.end
+            await self.following.forget_older(self.writer, journal.generation)

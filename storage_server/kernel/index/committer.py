@@ -48,9 +48,13 @@ _log = logging.getLogger(__name__)
 Change = Callable[[Transaction], Any]
 
 
+class RefusedChangesError(ServerError):
+    """A transaction is refused for something that some of its changes say; without these it may be carried out."""
+
+
 class SharedJournal(Protocol):
     """The journal from which other servers keep indexes of their own. A ServerError that a method raises undoes the
-    transaction.
+    transaction. After a RefusedChangesError its changes are tried in smaller transactions.
     """
 
     def catch_up(self, tx: Transaction) -> None:
@@ -269,7 +273,7 @@ class Committer:
         else:
             self._keep_unsynced(batch)
         try:
-            dead = self._transact_even_if_full(batch)
+            dead = self._transact_in_parts(batch)
         except (sqlite3.Error, ServerError) as error:
             for job in batch:
                 job.error = job.error or index_error(error)
@@ -282,6 +286,27 @@ class Committer:
         self._dead += dead
         if self._durability is Durability.STRICT:
             self._dispose_dead()
+
+    def _transact_in_parts(self, batch: list[_Job]) -> list[str]:
+        """Carry the batch out; where something in it is refused, its halves one after the other, so that nobody's
+        change fails for another's. Returns files that no row names. Raises sqlite3.Error, ServerError; what was carried
+        out by then is answered.
+        """
+        try:
+            return self._transact_even_if_full(batch)
+        except RefusedChangesError as error:
+            if len(batch) <= 1:
+                raise
+            _log.debug("a transaction of %d changes is refused, and tried in parts: %s", len(batch), error)
+        middle = len(batch) // 2
+        for part in (batch[:middle], batch[middle:]):
+            try:
+                self._dead += self._transact_in_parts(part)
+            except RefusedChangesError as error:
+                for job in part:
+                    job.error = job.error or error
+            self._answer(part)
+        return []
 
     def _transact_even_if_full(self, batch: list[_Job]) -> list[str]:
         """Do what `_transact` does. On a full disk use the reserve, and carry out only the changes that free space."""

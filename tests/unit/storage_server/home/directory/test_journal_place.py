@@ -21,7 +21,7 @@ def test_nothing_is_written_through_a_descriptor_that_lost_its_place(tmp_path: P
     folder.mkdir()
     if is_other_there:
         (folder / "journal-1").touch(0o600)
-    for write in (lambda: journal.append([b"frame"]), lambda: journal.rewrite([b"frame"])):
+    for write in (lambda: journal.append([b"frame"]), lambda: journal.begin_rewrite([b"frame"])):
         with pytest.raises(OSError, match=r"is the file system mounted|No such file"):
             write()
     assert (tmp_path / "unmounted" / "journal-1").stat().st_size == 0

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,16 @@ from descriptors.objects import (
 )
 from storage_server.home.directory import files as files_module
 from storage_server.home.directory import following as following_module
+from storage_server.home.directory import rewriting as rewriting_module
 from storage_server.home.directory import store as store_module
+from storage_server.home.directory.journal import ReadJournal, Rewrite
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.reading import Rate
 from storage_server.home.directory.store import SharedDirectory
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.service import Shown
+from storage_server.kernel.index.committer import RefusedChangesError
+from storage_server.kernel.index.transaction import Transaction
 from storage_server.settings import StorageSettings, UpstreamSettings
 from tests.support.chunks import BytesBody
 from tests.support.shared_bed import BUCKET, KEY, Disk, data_files, get, journal_of, made, opened, put
@@ -258,7 +262,7 @@ async def test_an_object_is_deleted_from_a_full_file_system(tmp_path: Path) -> N
     async with opened(tmp_path, "a", disk=disk) as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"data")
-        await one.committer.commit(one._shorten_journal, frees=True)  # keeps the reserve
+        await one._shorten_journal()  # keeps the reserve
 
         def give_up() -> bool:
             disk.fail.clear()
@@ -372,7 +376,7 @@ async def test_a_journal_is_written_anew_when_most_of_it_is_old(
         await put(one, "kept", b"kept")
         await one.objects.delete_object(KEY, BUCKET, "gone")
         before = journal_of(tmp_path, one)
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         after = journal_of(tmp_path, one)
         assert after.name == "journal-2" != before.name
         assert after.stat().st_size < 4000
@@ -405,7 +409,7 @@ async def test_a_journal_that_is_damaged_in_the_middle_keeps_what_was_read(
         assert [await get(other, key) for key in ("first", "second", "third")] == [b"1", None, None]
         assert "can be read no further" in caplog.text
         assert other.unread_count == 1
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         assert [await get(other, key) for key in ("first", "second", "third")] == [b"1", b"2", b"3"]
         assert other.unread_count == 0
 
@@ -520,7 +524,7 @@ async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
 ) -> None:
     """Also when the deletion is in no journal any more."""
     monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
-    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    monkeypatch.setattr(rewriting_module, "GONE_KEPT_S", -1.0)
     async with opened(tmp_path, "b") as other:
         await other.following.read_journals()
     async with opened(tmp_path, "a") as one:
@@ -530,7 +534,7 @@ async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
         async with opened(tmp_path, "b") as other:
             assert await get(other, "gone") == b"gone"
         await one.objects.delete_object(KEY, BUCKET, "gone")
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         assert b"gone" not in journal_of(tmp_path, one).read_bytes()
         async with opened(tmp_path, "b") as other:
             assert [await get(other, key) for key in ("kept", "gone")] == [b"kept", None]
@@ -547,7 +551,7 @@ async def test_a_deletion_stays_in_the_journal_for_a_day_however_old_its_object_
         one._clock._last = 0
         await put(one, "old", b"old")
         await one.objects.delete_object(KEY, BUCKET, "old")
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         assert b'"old"' in journal_of(tmp_path, one).read_bytes()
 
 
@@ -561,7 +565,7 @@ async def test_a_rewrite_that_fails_does_not_split_the_journal(
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"data")
         disk.fail[call] = errno.EIO
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         disk.fail.clear()
         await other.following.read_journals()
         await put(one, "acknowledged", b"more")
@@ -574,18 +578,18 @@ async def test_a_rewrite_that_fails_does_not_split_the_journal(
 
 async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
-    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    monkeypatch.setattr(rewriting_module, "GONE_KEPT_S", -1.0)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
         await other.uploads.put_part(KEY, PartRequest(ref, 1, 10), BytesBody(bytes(10)))
         await one.uploads.abort_upload(KEY, ref)
         await put(other, "behind", b"behind")
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         async with opened(tmp_path, "c") as newcomer:
             assert await get(newcomer, "behind") == b"behind"
             await other.following.read_journals()
-            await other.committer.commit(other._shorten_journal, frees=True)
+            await other._shorten_journal()
             await newcomer.following.read_journals()
             await newcomer.following.read_journals()
             count = newcomer.reader.here(lambda db: db.execute("SELECT count(*) FROM extents").fetchone())
@@ -748,13 +752,13 @@ async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
         first = journal_of(tmp_path, one)
         left = first.read_bytes()
         for _ in range(2):
-            await one.committer.commit(one._shorten_journal, frees=True)
+            await one._shorten_journal()
             one._rewritten_bytes = 0
         first.write_bytes(left)
         assert one._journal.generation == 3
         await put(one, "acknowledged", b"more")
         assert [await get(other, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
-        await one.committer.commit(one._shorten_journal, frees=True)
+        await one._shorten_journal()
         assert not first.exists()
 
 
@@ -888,3 +892,186 @@ def test_an_index_of_hand_made_rows_is_private(tmp_path: Path) -> None:
             assert json.loads((tmp_path / "shared" / "format.json").read_text())["format"] == 1
 
     asyncio.run(check())
+
+
+async def in_one_transaction(shared: SharedDirectory, *works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Hold the committer until all these have asked it for a change; what each returned, or raised."""
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold(tx: Transaction) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(LIMIT_S)
+
+    holding = asyncio.create_task(shared.committer.commit(hold))
+    await begun.wait()
+    tasks = [asyncio.create_task(work) for work in works]
+    await until(lambda: shared.committer._pending == 1 + len(tasks))
+    go_on.set()
+    await holding
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_change_that_is_refused_takes_no_others_with_it(tmp_path: Path, clock: MovedClock) -> None:
+    """A neighbour whose journal cannot be read made every write fail, as soon as anybody copied or tagged."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(other, "theirs", b"theirs")
+        await one.following.read_journals()
+        clock.ahead_s += files_module.GRACE_S
+        inner = one.objects._objects
+        puts = [
+            inner.put_object(KEY, PutRequest(BUCKET, f"key{number}", 4), BytesBody(b"data")) for number in range(10)
+        ]
+        tag = inner.set_tags(KEY, BUCKET, "theirs", {"a": "b"})
+        *infos, refused = await in_one_transaction(one, *puts, tag)
+        assert [info.nbytes for info in infos] == [4] * 10
+        assert isinstance(refused, ServerError)
+        assert refused.code is ErrorCode.SLOW_DOWN
+        for shared in (one, other):
+            assert [await get(shared, f"key{number}") for number in range(10)] == [b"data"] * 10
+        assert shown(one) == shown(other)
+
+
+async def test_records_that_are_taken_back_leave_what_was_there(
+    tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync that takes longer than files are kept for, beside a tag of another server's object, deleted all that was
+    written over in the same transaction.
+    """
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(other, "theirs", b"theirs")
+        for key in ("over", "gone"):
+            await put(one, key, b"old")
+        await one.following.read_journals()
+        (their_file,) = [path for path in data_files(tmp_path) if other.writer in str(path)]
+        append, inner = one._journal.append, one.objects._objects
+
+        def slow(frames: Sequence[bytes]) -> None:
+            append(frames)
+            their_file.unlink(missing_ok=True)
+            clock.ahead_s += files_module.GRACE_S
+
+        with monkeypatch.context() as patched:
+            patched.setattr(one._journal, "append", slow)
+            over = inner.put_object(KEY, PutRequest(BUCKET, "over", 3), BytesBody(b"new"))
+            tag = inner.set_tags(KEY, BUCKET, "theirs", {"a": "b"})
+            info, gone, refused = await in_one_transaction(one, over, inner.delete_object(KEY, BUCKET, "gone"), tag)
+        assert (info.nbytes, gone) == (3, None)
+        assert isinstance(refused, ServerError)
+        assert refused.code is ErrorCode.SLOW_DOWN
+        for shared in (one, other):
+            assert [await get(shared, key) for key in ("over", "gone")] == [b"new", None]
+            stored = shared.objects._objects.stored(BUCKET, "theirs")
+            assert stored is not None
+            assert not stored.info.attributes.tags
+
+
+async def test_a_change_that_is_alone_and_taken_back_has_not_happened(
+    tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(other, "theirs", b"theirs")
+        await put(one, "copy", b"old")
+        await one.following.read_journals()
+        (their_file,) = [path for path in data_files(tmp_path) if other.writer in str(path)]
+        append = one._journal.append
+
+        def slow(frames: Sequence[bytes]) -> None:
+            append(frames)
+            their_file.unlink(missing_ok=True)
+            clock.ahead_s += files_module.GRACE_S
+
+        with monkeypatch.context() as patched:
+            patched.setattr(one._journal, "append", slow)
+            source = CopyRequest(ReadRequest(BUCKET, "theirs"), BUCKET, "copy")
+            with pytest.raises(ServerError, match="too slowly"):
+                await one.objects._objects.copy_object(KEY, source)
+        for shared in (one, other):
+            assert await get(shared, "copy") == b"old"
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "c") as newcomer:
+        for shared in (one, newcomer):
+            assert await get(shared, "copy") == b"old"
+
+
+async def test_what_is_written_while_the_journal_is_written_anew_is_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committer waited for the rewrite: 16 s for 100,000 objects."""
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for key in ("stays", "over", "gone"):
+            await put(one, key, b"old")
+        loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        begin = one._journal.begin_rewrite
+
+        def held(frames: Iterable[bytes]) -> Rewrite:
+            loop.call_soon_threadsafe(begun.set)
+            go_on.wait(LIMIT_S)
+            return begin(frames)
+
+        monkeypatch.setattr(one._journal, "begin_rewrite", held)
+        shortening = asyncio.create_task(one._shorten_journal())
+        await begun.wait()
+        await put(one, "over", b"new")
+        await put(one, "more", b"more")
+        await one.objects.delete_object(KEY, BUCKET, "gone")
+        assert await get(other, "over") == b"new"
+        go_on.set()
+        await shortening
+        assert one._journal.generation == 2
+        await put(one, "after", b"after")
+        expected = [b"old", b"new", None, b"more", b"after"]
+        keys = ["stays", "over", "gone", "more", "after"]
+        async with opened(tmp_path, "c") as newcomer:
+            for shared in (one, other, newcomer):
+                assert [await get(shared, key) for key in keys] == expected
+                assert shown(shared) == shown(one)
+        older = one.reader.here(lambda db: db.execute("SELECT count(*) FROM records WHERE generation < 2").fetchone())
+        assert older == (0,)
+    async with opened(tmp_path, "a") as one:
+        assert [await get(one, key) for key in keys] == expected
+
+
+async def test_a_rewrite_whose_transaction_is_refused_is_read_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(other, "theirs", b"theirs")
+        await put(one, "key", b"data")
+        await one.following.read_journals()
+        append, read, starts = one.append_to_journal, one._journal.read, list[int]()
+
+        def refused(tx: Transaction) -> None:
+            if one._rewriting._finished is not None and not starts:
+                raise RefusedChangesError(ErrorCode.SLOW_DOWN, "refused", retryable=True)
+            append(tx)
+
+        def refused_once(batch: list[Any]) -> list[str]:
+            try:
+                return transact(batch)
+            except RefusedChangesError:
+                return transact(batch)
+
+        def noted(position: int) -> Iterator[ReadJournal]:
+            starts.append(position)
+            return read(position)
+
+        transact = one.committer._transact
+        with monkeypatch.context() as patched:
+            patched.setattr(one, "append_to_journal", refused)
+            patched.setattr(one.committer, "_transact", refused_once)
+            patched.setattr(one._journal, "read", noted)
+            await one._shorten_journal()
+        assert starts == [one._journal.end]
+        assert one._journal.generation == 2
+        await other.following.read_journals()
+        await one.following.read_journals()
+        await put(one, "after", b"after")
+        for shared in (one, other):
+            assert [await get(shared, key) for key in ("key", "theirs", "after")] == [b"data", b"theirs", b"after"]
