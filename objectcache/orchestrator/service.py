@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.metrics import process_text
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
@@ -65,6 +66,8 @@ class Orchestrator:
         self.engines: dict[str, Engine] = {}
         self.gate = Gate(settings.admission)
         self.receipts = Receipts(settings.receipts_max)
+        self.answers = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
+        """The memory of answers that clients have not taken: as much as that of requests' bodies."""
         self.responses = ResponseCache(settings.response_cache_bytes, settings.response_cache_s)
         self.meter = Meter()
         self.readers = Readers(settings.tokenizer)
@@ -131,6 +134,10 @@ class Orchestrator:
         """Whether no engine takes requests for the model now, and one may do so soon."""
         engines = self._decoding(model)
         return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
+
+    def no_engine(self, model: str) -> NoEngineError:
+        """Why no engine takes requests for the model."""
+        return self._router.no_engine(model)
 
     def _decoding(self, model: str) -> list[Engine]:
         engines = self.engines.values()
@@ -366,7 +373,7 @@ class Orchestrator:
             "policy": self._settings.policy.value,
             "engines": engines,
             "active": admission.active_count,
-            "waiting": admission.waiting_count,
+            "waiting": admission.waiting_count + self.gate.without_engine_count,
             "blocks": self.index.block_count,
             "receipts": [receipt.to_json() for receipt in self.receipts.last(RECEIPTS_TOLD)],
         }

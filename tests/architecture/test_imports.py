@@ -47,7 +47,7 @@ STAGES = {
     ORCHESTRATOR: (
         "rules", "settings", "simulation", "answers", "under_way", "receipts", "events_feed", "engine", "tokenizer",
         "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache",
-        "gate", "router", "orders", "dispatch", "meter", "service", "pages", "app", "process",
+        "gate", "relay", "router", "orders", "dispatch", "meter", "service", "pages", "app", "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",
