@@ -19,6 +19,7 @@ from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUN
 from objectcache.adapters.response_sink import abort_connection
 from objectcache.adapters.whole_answers import read_whole
 from objectcache.orchestrator.answers import Refusal
+from objectcache.orchestrator.body_pieces import body_in_pieces
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.gate import Place
 from objectcache.orchestrator.readers import Readers, ReadingError
@@ -266,7 +267,11 @@ class Dispatch:
             async with asyncio.timeout(self._first_byte_s):
                 opened.append(
                     await self._session.post(
-                        f"{engine.url}{path}", data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                        f"{engine.url}{path}",
+                        data=body_in_pieces(body),
+                        headers={**headers, "Content-Length": str(len(body))},
+                        timeout=self._timeout,
+                        allow_redirects=False,
                     )
                 )
                 return await opened[0].content.readany()

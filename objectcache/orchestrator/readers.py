@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from objectcache.orchestrator.body_pieces import pieces_of
 from objectcache.orchestrator.rules import reading
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
 from objectcache.orchestrator.tokenizer import NoTokensError
@@ -194,8 +195,10 @@ class _Reader:
 
     async def ask(self, pieces: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """One frame, and its answer. Raises OSError, IncompleteReadError, ValueError."""
-        self._requests.writelines(pieces)
-        await self._requests.drain()
+        for each in pieces:
+            for piece in pieces_of(each):
+                self._requests.write(piece)
+                await self._requests.drain()
         return await self.answer()
 
     async def answer(self) -> tuple[dict[str, Any], list[bytes]]:

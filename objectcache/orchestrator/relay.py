@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
 
 from aiohttp import web
 
 from descriptors.errors import ObjectCacheError
 from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.orchestrator.body_pieces import pieces_of
 
 AHEAD_BYTES_MAX = 1 << 20
 """No more of one stream is held for a client that is slow: about 4,000 tokens, as events."""
-PIECE_BYTES = 1 << 16
-"""A whole answer goes into a connection's buffer in pieces: the buffer would otherwise hold it a second time."""
 STRAIGHT_BYTES = 1 << 15
 """A connection with so few unsent bytes takes a piece at once. It is half of where asyncio has writers wait."""
 BLOCKED_S = 20.0
@@ -156,13 +154,7 @@ async def send_whole(http: web.BaseRequest, answer: web.Response) -> web.StreamR
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=answer.headers)
     response.content_length = len(body)
     await response.prepare(http)
-    for piece in pieces_of(body, PIECE_BYTES):
+    for piece in pieces_of(body):  # at once the connection would hold it a second time
         await response.write(piece)
     await response.write_eof()
     return response
-
-
-def pieces_of(body: bytes, piece_bytes: int) -> Iterator[memoryview]:
-    """The body in pieces, which are no copies."""
-    view = memoryview(body)
-    return (view[start : start + piece_bytes] for start in range(0, len(body), piece_bytes))

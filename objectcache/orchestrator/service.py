@@ -185,14 +185,13 @@ class Orchestrator:
     async def tokens_of(self, asked: Asked, headers: Mapping[str, str], tenant: str = "") -> TokenIds:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None
-        assert asked.to_tokenize is not None
         now_s = time.monotonic()
         able = [
             engine
             for engine in self.engines.values()
             if engine.liveness.takes_requests(now_s) and engine.serves(asked.model)
         ]
-        return await self._tokens.of(asked.to_tokenize, able, headers, tenant)
+        return await self._tokens.of(asked, able, headers, tenant)
 
     async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt) -> Prompt:
         """The prompt with the store's answers."""

@@ -45,7 +45,7 @@ STAGES = {
         "call", "operations", "handlers", "app",
     ),
     ORCHESTRATOR: (
-        "rules", "settings", "simulation", "answers", "under_way", "receipts", "events_feed", "engine", "tokenizer",
+        "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed", "engine", "tokenizer",
         "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache",
         "gate", "relay", "router", "orders", "dispatch", "meter", "service", "pages", "app", "process",
     ),

@@ -579,3 +579,13 @@ async def test_what_would_change_an_engine_goes_nowhere(path: str) -> None:
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         assert (await bed.ask("POST", path, {"model": "canned"})).status == 404
         assert (await bed.ask("HEAD", "/health")).status == 200
+
+
+async def test_a_body_that_goes_on_in_pieces_says_its_length() -> None:
+    """Engines, and what stands before them, may refuse bodies of unknown length."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.complete(PROMPT, user="u" * 300_000)
+        assert answer.status == 200
+        assert int(engines[0].headers[0]["Content-Length"]) > 300_000
+        assert "Transfer-Encoding" not in engines[0].headers[0]
+        assert len(engines[0].requests[0]["user"]) == 300_000

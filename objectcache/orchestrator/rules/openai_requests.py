@@ -88,6 +88,8 @@ class Asked:
     sequence_tokens: int = 0
     prompt_tokens: int = 0
     """About how many tokens the prompt has, where they are not looked at."""
+    document_digest: str = ""
+    """The SHA-256 of `to_tokenize`, in hex, made where the body is read: of megabytes it takes a while."""
     previous: str = ""
     """The earlier response that it goes on from, which only the engine has that gave it."""
 
@@ -103,6 +105,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     output_tokens = _output_tokens(body, kind)
     answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
     tokens, document = _prompt(kind, body, model)
+    to_tokenize = None if document is None else _canonical(document)
     lengths = _lengths(body) if tokens is None and document is None else []
     is_stream = body.get("stream", False)
     if not isinstance(is_stream, bool | None):
@@ -111,7 +114,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         kind=kind,
         model=model,
         tokens=tokens,
-        to_tokenize=None if document is None else _canonical(document),
+        to_tokenize=to_tokenize,
         output_tokens=output_tokens * answers * max(1, len(lengths)),
         is_stream=bool(is_stream),
         session=_session(body, headers),
@@ -119,6 +122,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         is_deterministic=answers == 1 and body.get("temperature") == 0,
         sequence_tokens=output_tokens + max(lengths, default=0),
         prompt_tokens=sum(lengths),
+        document_digest="" if to_tokenize is None else hashlib.sha256(to_tokenize).hexdigest(),
         previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
     )
 
@@ -156,8 +160,20 @@ def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str
     return hashlib.sha256(_canonical([tenant, kind.value, body])).hexdigest()
 
 
+def json_of(document: object, *, is_canonical: bool = False) -> bytes:
+    """A document as JSON in UTF-8, as short as clients write it: escapes would make six bytes of two. Halves of
+    surrogate pairs, which UTF-8 cannot have, are escaped, and all else then, too. Equal documents have one canonical
+    form. Raises RecursionError.
+    """
+    separators = (",", ":") if is_canonical else None
+    try:
+        return json.dumps(document, ensure_ascii=False, sort_keys=is_canonical, separators=separators).encode()
+    except UnicodeEncodeError:
+        return json.dumps(document, sort_keys=is_canonical, separators=separators).encode()
+
+
 def _canonical(document: object) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return json_of(document, is_canonical=True)
 
 
 def _prompt(kind: RequestKind, body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:

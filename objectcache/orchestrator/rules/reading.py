@@ -25,6 +25,7 @@ from objectcache.orchestrator.rules.openai_requests import (
     RequestKind,
     TokenIds,
     WrongRequestError,
+    json_of,
     read_request,
     response_key,
     token_ids,
@@ -97,7 +98,7 @@ def _read(raw: bytes, order: Order) -> ReadBody:
     key = None
     if order.with_key and asked.is_deterministic and asked.is_generating and _is_stateless(order.kind, changed):
         key = response_key(f"{order.tenant}\n{order.scope}", order.kind, changed)
-    return ReadBody(raw if changed == body else json.dumps(changed).encode(), asked, key)
+    return ReadBody(raw if changed == body else json_of(changed), asked, key)
 
 
 def _is_stateless(kind: RequestKind, body: Mapping[str, Any]) -> bool:
@@ -111,7 +112,7 @@ def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
     """The body without some fields, and with others. Raises WrongRequestError."""
     kept = {name: value for name, value in document_of(raw).items() if name not in drop}
     try:
-        return json.dumps({**kept, **put}).encode()
+        return json_of({**kept, **put})
     except RecursionError:
         raise WrongRequestError("the body is too deep") from None
 
@@ -177,6 +178,7 @@ def packed_body(read: ReadBody, raw: bytes) -> list[bytes]:
         "sequence_tokens": asked.sequence_tokens,
         "prompt_tokens": asked.prompt_tokens,
         "previous": asked.previous,
+        "document_digest": asked.document_digest,
     }
     said = {"kind": asked.kind.value, "asked": head, "response_key": read.response_key}
     has = {"has_tokens": asked.tokens is not None, "has_document": asked.to_tokenize is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_what_was_read_comes_back_from_a_frame(
     again = body_of(*split(b"".join(packed_body(read, body))), body)
     assert again.raw == read.raw
     assert again.response_key == read.response_key
-    for name in ("kind", "model", "to_tokenize", "output_tokens", "is_stream", "session", "salt", "prompt_tokens"):
+    for name in ("kind", "model", "to_tokenize", "output_tokens", "is_stream", "session", "salt", "prompt_tokens",
+                 "document_digest"):  # fmt: skip
         assert getattr(again.asked, name) == getattr(read.asked, name), name
     if form == "ids":
         assert again.asked.tokens is not None
@@ -145,3 +147,22 @@ def test_an_answer_that_an_engine_remembers_is_not_kept(fields: dict[str, Any], 
     body = raw(input="a", temperature=0, **fields)
     read = read_body(body, Order(RequestKind.RESPONSES, {}, "", False, "", True))
     assert (read.response_key is not None) is is_kept
+
+
+def test_texts_of_other_scripts_stay_as_short_as_clients_write_them() -> None:
+    """Escapes made 50 MB of 16."""
+    text = "\u00e9\u4e2d" * 100
+    said = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "rid": "1"}, ensure_ascii=False)
+    read = read_body(said.encode(), Order(RequestKind.CHAT, {}))
+    assert read.asked.to_tokenize is not None
+    assert text.encode() in read.asked.to_tokenize
+    assert read.asked.document_digest == sha256(read.asked.to_tokenize).hexdigest()
+    assert text.encode() in read.raw
+    assert text.encode() in edited(read.raw, (), {"a": 1})
+
+
+def test_halves_of_surrogate_pairs_go_on_as_they_came() -> None:
+    said = b'{"model": "m", "prompt": "\\ud800", "rid": "1"}'
+    read = read_body(said, COMPLETIONS)
+    assert read.raw == b'{"model": "m", "prompt": "\\ud800"}'
+    assert b"ud800" in (read.asked.to_tokenize or b"")
