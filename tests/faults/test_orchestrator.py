@@ -19,7 +19,7 @@ from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.liveness import EngineStatus
 from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
 from objectcache.orchestrator.service import UNMATCHED_MAX
-from objectcache.orchestrator.settings import EngineSettings
+from objectcache.orchestrator.settings import EngineSettings, Role
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
 from tests.support.waiting import until
 
@@ -443,3 +443,25 @@ async def test_a_client_that_does_not_read_keeps_no_place(stream: bool, monkeypa
             assert admission.active_count == 0
             assert bed.orchestrator.answers.held_bytes > 0
         await until(lambda: bed.orchestrator.answers.held_bytes == 0)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 15])
+async def test_transfer_params_that_are_nested_too_deep_end_no_reader_and_no_request(padding: int) -> None:
+    """Those of a prefill engine ended the process that was to write them into a request, which was answered 500."""
+    deep: list[object] = []
+    for _ in range(900):
+        deep = [deep]
+    prefill = replace(FAST, transfer_params={"remote": deep})
+    async with canned(1, FAST) as engines, canned(1, prefill) as others:
+        settings = replace(QUICK, engines=(EngineSettings(others[0].url, role=Role.PREFILL),), prefill_tokens_min=64)
+        async with orchestrated(engines, settings) as bed:
+            answer = await bed.complete(PROMPT, user="u" * padding)
+            assert answer.status == 200
+            assert len(others[0].requests) == 1
+            assert "kv_transfer_params" not in engines[0].requests[0]
+            assert bed.orchestrator.readers.failure_count == 0
+            text = b'{"model": "m", "prompt": "a", "user": "%s", "kv_transfer_params": ' % (b"u" * padding)
+            said = text + b"[" * 970 + b"]" * 970 + b"}"
+            refused = await bed.ask("POST", "/v1/completions", data=said, headers={"Content-Type": "application/json"})
+            assert refused.status == 400
+            assert bed.orchestrator.readers.failure_count == 0

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError
 from objectcache.orchestrator.rules.reading import (
+    DEPTH_MAX,
     HEAD,
     Order,
     answered_tokens,
     body_of,
+    depth_of,
     edited,
     head_of,
     order_of,
@@ -166,3 +168,32 @@ def test_halves_of_surrogate_pairs_go_on_as_they_came() -> None:
     read = read_body(said, COMPLETIONS)
     assert read.raw == b'{"model": "m", "prompt": "\\ud800"}'
     assert b"ud800" in (read.asked.to_tokenize or b"")
+
+
+@pytest.mark.parametrize("depth", [DEPTH_MAX, 960])
+def test_values_that_are_nested_too_deep_are_refused_before_they_are_parsed(depth: int) -> None:
+    """They could be read and not be written again, wherever they stood."""
+    for name in ("kv_transfer_params", "a"):
+        said = b'{"model": "m", "prompt": "\\"[[{", "%s": ' % name.encode() + b"[" * depth + b"]" * depth + b"}"
+        for read in (lambda said=said: read_body(said, COMPLETIONS), lambda said=said: edited(said, (), {"b": 1})):
+            with pytest.raises(WrongRequestError, match="nested 256 deep"):
+                read()
+    with pytest.raises(ValueError, match="nested 256 deep"):
+        answered_tokens(b'{"tokens": ' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(WrongRequestError, match="no JSON"):
+        read_body('{"model": "m", "prompt": "a"}'.encode("utf-16"), COMPLETIONS)
+
+
+@given(st.recursive(st.text(max_size=3), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner)))
+def test_the_depth_of_a_text_is_that_of_its_values(value: Any) -> None:
+    def depth(each: Any) -> int:
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    assert depth_of(json.dumps(value).encode()) == depth(value)
+
+
+def test_texts_without_an_end_are_looked_through_once() -> None:
+    """Each quote was looked for to the end of the body again: megabytes took hours."""
+    assert depth_of(b'{"a": ' + b'"a\\' * (1 << 18)) == 1
+    assert depth_of(b'["\\') == 1
