@@ -45,6 +45,8 @@ from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
     FORMS,
     PASSED_ON,
+    SALTED,
+    WITHOUT_BLOCKS,
     RequestKind,
     TokenIds,
     WrongRequestError,
@@ -434,8 +436,11 @@ class App:
 
     async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
         is_form = kind is RequestKind.OTHER and media_type_of(http.headers) == "multipart/form-data"
-        if is_form and self._settings.tenant_salts and tenant.name:
-            raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
+        if self._settings.tenant_salts and tenant.name and http.path not in SALTED | WITHOUT_BLOCKS:
+            problem = (
+                f"engines are not known to obey cache_salt at {http.path}, without which tenants would share blocks"
+            )
+            raise Refusal(501, f"{problem} (tenant_salts)")
         if is_form and http.path not in FORMS:
             raise Refusal(415, f"{http.path} takes JSON, and no form")
         if is_form:

@@ -299,8 +299,15 @@ async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
         bearer = {"Authorization": "Bearer key-of-a-tenant"}
         unsalted = await bed.ask("POST", "/v1/audio/transcriptions", data=form, headers=bearer)
         assert unsalted.status == 501
-        assert b"has no cache_salt" in unsalted.body
+        assert b"cache_salt" in unsalted.body
         assert not engines[0].forms
+        for path in ("/v1/messages", "/v1/embeddings", "/v1/score", "/rerank"):
+            answer = await bed.ask("POST", path, {"model": "canned", "input": "a"}, headers=bearer)
+            assert answer.status == 501, path
+            assert f"obey cache_salt at {path}" in answer.json()["error"]["message"]
+        for path in ("/v1/responses", "/detokenize"):
+            answer = await bed.ask("POST", path, {"model": "canned", "input": "a"}, headers=bearer)
+            assert answer.status == 200, path
 
 
 async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:

@@ -50,6 +50,10 @@ PASSED_ON = frozenset(
 """Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
 or shut down, which no client may reach.
 """
+SALTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+"""The paths that are known to obey `cache_salt` in vLLM, so that tenants share no blocks there."""
+WITHOUT_BLOCKS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""The paths that compute no KV, so that tenants have nothing to share."""
 FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """The paths that take forms."""
 
