@@ -29,7 +29,14 @@ from objectcache.orchestrator.response_cache import ResponseCache
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
 from objectcache.orchestrator.rules.kept_responses import KeptResponses
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, TokenIds
-from objectcache.orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
+from objectcache.orchestrator.rules.policies import (
+    POLICIES,
+    LeastTtft,
+    PolicyName,
+    RoutingPolicy,
+    Sessions,
+    SessionsAsTheyAre,
+)
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
 from objectcache.orchestrator.store_lookups import StoreLookups
@@ -292,7 +299,7 @@ class Orchestrator:
         if tokens is None and asked.to_tokenize is not None:
             tokens = await self.tokens_of(asked, headers)
         prompt = None if tokens is None or not len(tokens) else await self._router.prompt(asked, tokens)
-        everything = LeastTtft(self.sessions.copy(), predicts_all=True)
+        everything = LeastTtft(SessionsAsTheyAre(self.sessions), predicts_all=True)
         every = self._router.decide(asked, "", prompt, policy=everything)
         policy = everything if self._settings.policy is PolicyName.TTFT else self._policy
         chosen = every if policy is everything else self._router.decide(asked, "", prompt, policy=policy)

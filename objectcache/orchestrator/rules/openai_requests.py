@@ -282,7 +282,9 @@ def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
         if isinstance(conversation, dict):
             conversation = conversation.get("id")
         said = conversation or body.get("prompt_cache_key") or body.get("user")
-    return said[:SESSION_CHARACTERS_MAX] if isinstance(said, str) and is_encodable(said) else ""
+    if not isinstance(said, str) or not is_encodable(said) or "\n" in said:  # a line end is behind a tenant's name
+        return ""
+    return said[:SESSION_CHARACTERS_MAX]
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
