@@ -170,7 +170,8 @@ class App:
             async with self._document(http, tenant) as document:
                 read = await self._read(http, document.raw, kind, tenant)
                 document.becomes(read)
-                receipt_key = read.response_key
+                identity = orchestrator.identity(read.asked.model)
+                receipt_key = f"{read.response_key} {identity}" if read.response_key and identity else None
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
@@ -200,6 +201,7 @@ class App:
                     and exchange.kept is not None
                     and exchange.is_worth_keeping
                     and response.status == 200
+                    and orchestrator.identity(read.asked.model) == identity
                     and "Content-Encoding" not in response.headers  # a replay says nothing of it
                 ):
                     content_type = response.headers.get("Content-Type", "application/json")

@@ -189,6 +189,13 @@ class Orchestrator:
                 found.setdefault(name, document)
         return list(found.values())
 
+    def identity(self, model: str) -> str:
+        """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
+        answer that is kept is of this identity only.
+        """
+        cards = [engine.models[model] for engine in self.engines.values() if model in engine.models]
+        return "\n".join(sorted({f"{each.get('root')} {each.get('parent')}" for each in cards}))
+
     async def tokens_of(self, asked: Asked, headers: Mapping[str, str], tenant: str = "") -> TokenIds:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None

@@ -596,3 +596,19 @@ async def test_a_body_that_goes_on_in_pieces_says_its_length() -> None:
         assert int(engines[0].headers[0]["Content-Length"]) > 300_000
         assert "Transfer-Encoding" not in engines[0].headers[0]
         assert len(engines[0].requests[0]["user"]) == 300_000
+
+
+async def test_an_answer_is_not_kept_longer_than_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with other weights under the same name, and no engine at all, gave the answers of the ones before."""
+    monkeypatch.setattr("objectcache.orchestrator.engine.MODELS_EVERY_S", 3600.0)  # they are asked for once
+    settings = replace(QUICK, response_cache_bytes=1 << 20)
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        first = bed.orchestrator.engines[engines[0].url]
+        await until(lambda: bool(first.models))
+        for _ in range(2):
+            answer = await bed.complete(PROMPT, temperature=0)
+        assert answer.engine == "response cache"
+        first.models = {"canned": {"id": "canned", "root": "other weights"}}
+        assert (await bed.complete(PROMPT, temperature=0)).engine == engines[0].url
+        await bed.orchestrator.remove(first.name)
+        assert (await bed.complete(PROMPT, temperature=0)).status == 503
