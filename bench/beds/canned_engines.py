@@ -44,6 +44,8 @@ class CannedSettings:
     tokenize_hangs: bool = False
     deployment: dict[str, str] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
+    transfer_params: dict[str, Any] = field(default_factory=dict)
+    """The `kv_transfer_params` of answers that are no streams, as a prefill engine gives them."""
 
 
 class CannedEngine:
@@ -229,6 +231,7 @@ class CannedEngine:
                     "id": name, "object": "chat.completion" if is_chat else "text_completion", "created": 1,
                     "model": MODEL, "usage": usage,
                     "choices": [{"index": 0, "finish_reason": "length", **choice}],
+                    **({"kv_transfer_params": self.settings.transfer_params} if self.settings.transfer_params else {}),
                 },
                 headers=self.extra_headers,
             )  # fmt: skip

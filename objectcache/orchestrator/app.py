@@ -35,6 +35,7 @@ from objectcache.orchestrator.metadata import MetadataError, NameTakenError
 from objectcache.orchestrator.pages import status_pages
 from objectcache.orchestrator.readers import ReadingError
 from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.relay import Held, send_whole
 from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import NoEngineError, Prompt
 from objectcache.orchestrator.rules.admission import Tenant
@@ -44,6 +45,8 @@ from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
     FORMS,
     PASSED_ON,
+    SALTED,
+    WITHOUT_BLOCKS,
     RequestKind,
     TokenIds,
     WrongRequestError,
@@ -167,7 +170,8 @@ class App:
             async with self._document(http, tenant) as document:
                 read = await self._read(http, document.raw, kind, tenant)
                 document.becomes(read)
-                receipt_key = read.response_key
+                identity = orchestrator.identity(read.asked.model)
+                receipt_key = f"{read.response_key} {identity}" if read.response_key and identity else None
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
@@ -185,15 +189,19 @@ class App:
                     began_s,
                     self.under_way,
                     answer_headers(self._settings.cors_origins, http.headers),
+                    Held(orchestrator.answers, tenant.name),
                     kept=Collected(orchestrator.responses) if receipt_key is not None else None,
                 )
                 response = await self._admitted(exchange, tenant)
+                if isinstance(response, web.Response):  # an engine's refusal, which no other engine has bettered
+                    response = await send_whole(http, response)
                 receipt.status = response.status
                 if (
                     receipt_key is not None
                     and exchange.kept is not None
                     and exchange.is_worth_keeping
                     and response.status == 200
+                    and orchestrator.identity(read.asked.model) == identity
                     and "Content-Encoding" not in response.headers  # a replay says nothing of it
                 ):
                     content_type = response.headers.get("Content-Type", "application/json")
@@ -210,25 +218,36 @@ class App:
             receipt.note = receipt.note or "the client went away"
             raise
         finally:
+            if exchange is not None:
+                exchange.held.drop()
             if exchange is not None and exchange.kept is not None:
                 exchange.kept.drop()
             receipt.total_s = time.monotonic() - began_s
             orchestrator.ended(receipt)
 
     async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
+        """The answer of an engine, whose place is had only while engines work: one is waited for without a place."""
         asked, receipt, orchestrator = exchange.asked, exchange.receipt, self._orchestrator
         known = len(asked.tokens) if asked.tokens is not None else len(exchange.raw) // TOKEN_CHARACTERS
+        until_s = time.monotonic() + self._settings.admission.deadline_s
+        gate = orchestrator.gate
         try:
-            async with orchestrator.gate.admitted(receipt.request_id, tenant, known + asked.output_tokens) as waited_s:
-                receipt.waited_s = waited_s
-                tokens = await self._tokens(exchange)
-                receipt.prompt_tokens = None if tokens is None else len(tokens)
-                prompt = None
-                if tokens is not None and len(tokens):
-                    prompt = await orchestrator.prompt(asked, tokens, receipt)
-                return await self._attempt(exchange, prompt)
+            for _ in range(ATTEMPTS_MAX):
+                await self._engine_comes(asked.model, tenant, until_s)
+                needed = known + asked.output_tokens
+                async with gate.admitted(receipt.request_id, tenant, needed, until_s) as exchange.place:
+                    receipt.waited_s += exchange.place.waited_s
+                    tokens = await self._tokens(exchange)
+                    receipt.prompt_tokens = None if tokens is None else len(tokens)
+                    prompt = None
+                    if tokens is not None and len(tokens):
+                        prompt = await orchestrator.prompt(asked, tokens, receipt)
+                    response = await self._attempt(exchange, prompt)
+                if response is not None:
+                    return response
         except TooBusyError as error:
             raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
+        raise Refusal(503, "every engine has failed, again and again", code="no_engine", retry_after_s=1)
 
     async def _tokens(self, exchange: Exchange) -> TokenIds | None:
         """The prompt's tokens; None where they cannot be known."""
@@ -244,24 +263,23 @@ class App:
         finally:
             exchange.receipt.tokenize_s = time.monotonic() - began_s
 
-    async def _attempt(self, exchange: Exchange, prompt: Prompt | None) -> web.StreamResponse:
-        """Send the request, to another engine where one fails before it has answered."""
+    async def _attempt(self, exchange: Exchange, prompt: Prompt | None) -> web.StreamResponse | None:
+        """Send the request, to another engine where one fails before it has answered. None where all engines are gone
+        and one may come back.
+        """
         receipt, orchestrator = exchange.receipt, self._orchestrator
         tried: list[str] = []
         failure: AttemptFailed | None = None
         refused: list[str] = []
-        rounds = 0
         prompt = await orchestrator.prefilled(exchange, prompt)
-        while len(tried) < ATTEMPTS_MAX and rounds < ATTEMPTS_MAX:
+        while len(tried) < ATTEMPTS_MAX:
             began_s = time.monotonic()
             try:
                 tenant = exchange.tenant
                 routed = orchestrator.decide(exchange.asked, receipt.request_id, prompt, tenant, without=tried)
             except NoEngineError as error:
-                if error.status == 503 and await self._engine_comes(exchange):
-                    tried.clear()  # all of them have failed, and one has come back
-                    failure, rounds = None, rounds + 1
-                    continue
+                if error.status == 503 and orchestrator.may_come(exchange.asked.model):
+                    return None
                 if failure is not None:
                     break
                 retry_after_s = 1 if error.status == 503 else 0
@@ -284,17 +302,20 @@ class App:
             return failure.answer
         raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
 
-    async def _engine_comes(self, exchange: Exchange) -> bool:
-        """Wait for an engine where none takes requests, until the request's deadline: a restart takes seconds."""
-        left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
+    async def _engine_comes(self, model: str, tenant: Tenant, until_s: float) -> None:
+        """Wait for an engine where none takes requests, because a restart takes seconds. Raises Refusal where none has
+        come, TooBusyError.
+        """
         orchestrator = self._orchestrator
-        while left_s > 0 and orchestrator.may_come(exchange.asked.model):
-            if not await orchestrator.engine_comes(left_s):
-                return False
-            if orchestrator.is_serving(exchange.asked.model):
-                return True
-            left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
-        return False
+        if not orchestrator.may_come(model):
+            return
+        with orchestrator.gate.without_engine(tenant):
+            while orchestrator.may_come(model):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or not await orchestrator.engine_comes(left_s):
+                    waited_s = self._settings.admission.deadline_s
+                    problem = f"{orchestrator.no_engine(model)}, for {waited_s:g} s"
+                    raise Refusal(503, problem, code="no_engine", retry_after_s=1)
 
     async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer an operator."""
@@ -417,8 +438,11 @@ class App:
 
     async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
         is_form = kind is RequestKind.OTHER and media_type_of(http.headers) == "multipart/form-data"
-        if is_form and self._settings.tenant_salts and tenant.name:
-            raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
+        if self._settings.tenant_salts and tenant.name and http.path not in SALTED | WITHOUT_BLOCKS:
+            problem = (
+                f"engines are not known to obey cache_salt at {http.path}, without which tenants would share blocks"
+            )
+            raise Refusal(501, f"{problem} (tenant_salts)")
         if is_form and http.path not in FORMS:
             raise Refusal(415, f"{http.path} takes JSON, and no form")
         if is_form:

@@ -16,22 +16,29 @@ import aiohttp
 from aiohttp import web
 
 from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUNKS
+from objectcache.adapters.response_sink import abort_connection
 from objectcache.adapters.whole_answers import read_whole
 from objectcache.orchestrator.answers import Refusal
+from objectcache.orchestrator.body_pieces import body_in_pieces
 from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.gate import Place
 from objectcache.orchestrator.readers import Readers, ReadingError
 from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.relay import Held, Relay, SlowReaderError, send_whole
 from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import Routed
 from objectcache.orchestrator.rules.kept_responses import response_id
 from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
+from objectcache.orchestrator.rules.reading import document_of
 from objectcache.orchestrator.under_way import UnderWay, stopping
 
 WHOLE_BYTES_MAX = 1 << 20
 """An answer that is read to its end before it goes on has no more bytes."""
-ASKED_BYTES_MAX = 1 << 18
-"""An answer for the orchestrator itself has no more bytes: one token, and where its KV is."""
+ASKED_BYTES_MAX = 1 << 17
+"""An answer for the orchestrator itself has no more bytes: one token, and where its KV is, which takes vLLM about seven
+bytes for each block. The event loop parses it, which takes 11 ms at worst.
+"""
 ATTEMPTS_MAX = 3
 THREAD_BYTES = 1 << 18
 STALLED_S = 30.0
@@ -106,6 +113,10 @@ class Exchange:
     under_way: UnderWay
     cors: Mapping[str, str]
     """Headers for the browser that the answer goes to."""
+    held: Held
+    """The bytes of the answer that the client has not taken. The maker of the exchange drops them at its end."""
+    place: Place | None = None
+    """Its place among the running requests, until an engine has done its work."""
     transfer_params: Mapping[str, Any] = field(default_factory=dict)
     """The answer of a prefill engine, for the engine that goes on."""
     kept: Collected | None = None
@@ -139,6 +150,12 @@ class Exchange:
         self.progress.at_s = time.monotonic()
         if self.kept is not None:
             self.kept.add(piece)
+
+    def computed(self, engine: Engine, status: int) -> None:
+        """The engine has done its work: others may have the place, however slowly the client reads."""
+        engine.books.end(self.receipt.request_id, time.monotonic(), is_complete=status == 200)
+        if self.place is not None:
+            self.place.give_back()
 
     def break_off(self) -> None:
         """The answer is not whole, and is not kept."""
@@ -210,12 +227,10 @@ class Dispatch:
                     return await self._stream(answer, first, exchange, engine, late)
                 exchange.note_response(first)
                 exchange.keep(first)
-                response = self._whole(first, answer, exchange, engine)
+                exchange.computed(engine, answer.status)
                 engine.succeeded()
                 exchange.is_begun = True
-                await response.prepare(exchange.http)
-                await response.write_eof()
-                return response
+                return await send_whole(exchange.http, self._whole(first, answer, exchange, engine))
             return await self._stream(answer, first, exchange, engine, late)
 
     async def edited(self, exchange: Exchange, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
@@ -229,10 +244,10 @@ class Dispatch:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
         async with self._opened(engine, path, headers, body, Progress(), is_stream=True) as (answer, first, _):
             try:
-                document = json.loads(first + await read_whole(answer, ASKED_BYTES_MAX))
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
+                document = document_of(first + await read_whole(answer, ASKED_BYTES_MAX))
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
-            if answer.status != 200 or not isinstance(document, dict):
+            if answer.status != 200:
                 raise AttemptFailed(f"{engine.name} answers {answer.status}")
             return document
 
@@ -255,7 +270,11 @@ class Dispatch:
             async with asyncio.timeout(self._first_byte_s):
                 opened.append(
                     await self._session.post(
-                        f"{engine.url}{path}", data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                        f"{engine.url}{path}",
+                        data=body_in_pieces(body),
+                        headers={**headers, "Content-Length": str(len(body))},
+                        timeout=self._timeout,
+                        allow_redirects=False,
                     )
                 )
                 return await opened[0].content.readany()
@@ -316,15 +335,18 @@ class Dispatch:
         self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
     ) -> tuple[bytes, bool]:
         """An answer that is no stream, and whether that is all of it. A small one is read to its end before the client
-        sees any of it, so that another engine may still answer; of a larger one no more is held here.
+        sees any of it, so that another engine may still answer; of a larger one, or where answers that clients have not
+        taken use all the memory they may have, no more is held here.
         """
         body = bytearray(first)
+        has_room = exchange.held.take(len(first))
         try:
-            while len(body) <= WHOLE_BYTES_MAX:
+            while has_room and len(body) <= WHOLE_BYTES_MAX:
                 piece = await answer.content.readany()
                 if not piece:
                     return bytes(body), True
                 body += piece
+                has_room = exchange.held.take(len(piece))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not late:
                 engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
@@ -340,32 +362,47 @@ class Dispatch:
         """Pass the pieces on as they come."""
         response = web.StreamResponse(status=answer.status, headers=self._headers(answer, exchange, engine))
         exchange.is_begun = True
+        if answer.content_length is not None:  # whoever says its length has computed it
+            exchange.computed(engine, answer.status)
         await response.prepare(exchange.http)
+        relay = Relay(response, exchange.http, exchange.held)
+        write = relay.write if answer.content_length is None else response.write
         piece = first
         exchange.note_response(first)
         try:
-            while piece:
-                exchange.keep(piece)
-                await response.write(piece)
-                piece = await answer.content.readany()
-        except (aiohttp.ClientConnectionResetError, ConnectionResetError) as error:
-            if late or (exchange.http.transport is not None and not exchange.http.transport.is_closing()):
-                await self._broken(response, exchange, engine, late, error)
+            try:
+                while piece:
+                    exchange.keep(piece)
+                    await write(piece)
+                    piece = await answer.content.readany()
+                exchange.computed(engine, answer.status)
+                await relay.flush()
+            except (aiohttp.ClientConnectionResetError, ConnectionResetError) as error:
+                if late or (exchange.http.transport is not None and not exchange.http.transport.is_closing()):
+                    await self._broken(response, relay, exchange, engine, late, error)
+                else:
+                    raise
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                await self._broken(response, relay, exchange, engine, late, error)
             else:
-                raise
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            await self._broken(response, exchange, engine, late, error)
+                engine.succeeded()
+        except SlowReaderError as error:
+            exchange.break_off()
+            exchange.receipt.note = f"cut off: {error}"
+            abort_connection(exchange.http)
+            raise ConnectionResetError(str(error)) from None
         except asyncio.CancelledError:
             if not exchange.under_way.caught():
                 raise
             exchange.break_off()
             exchange.receipt.note = "cut off: the orchestrator was told to stop"
+            await relay.stop()
             if media_type_of(response.headers) == EVENT_STREAM:
                 await response.write(b"\n\n" + stopping().event())
             else:
                 _cut_off(exchange.http)
-        else:
-            engine.succeeded()
+        finally:
+            await relay.stop()
         if exchange.http.transport is not None and not exchange.http.transport.is_closing():
             await response.write_eof()
         return response
@@ -373,6 +410,7 @@ class Dispatch:
     async def _broken(
         self,
         response: web.StreamResponse,
+        relay: Relay,
         exchange: Exchange,
         engine: Engine,
         late: list[str],
@@ -384,9 +422,11 @@ class Dispatch:
         if not late:
             engine.failed(f"{exchange.path}: the stream broke off: {why}")
         exchange.receipt.note = f"the stream broke off: {why}"
+        exchange.computed(engine, 0)
         if media_type_of(response.headers) != EVENT_STREAM:
             _cut_off(exchange.http)
             return
+        await relay.flush()
         message = "the engine ended before its answer did; the answer is not complete"
         await response.write(b"\n\n" + Refusal(502, message, code="engine_lost").event())  # a line may be cut
 

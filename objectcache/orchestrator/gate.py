@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from statistics import median
 
 from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
 
 SERVICES_MAX = 256
+WITHOUT_ENGINE = "no engine takes requests, and too many requests wait for one already"
 
 
 class TooBusyError(Exception):
@@ -23,28 +24,81 @@ class TooBusyError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Place:
+    """A place among the running requests, for as long as an engine works for the request. `waited_s` is how long the
+    request has waited for the place.
+    """
+
+    def __init__(self, gate: Gate, request_id: str, began_s: float) -> None:
+        self._gate: Gate | None = gate
+        self._request_id = request_id
+        self._placed_s = time.monotonic()
+        self.waited_s = self._placed_s - began_s
+
+    def give_back(self) -> None:
+        """The engine has done its work, so another request may run, although the client may not have its answer yet.
+        A second call does nothing.
+        """
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.ended(self._request_id, time.monotonic() - self._placed_s)
+
+
 class Gate:
     """Used on one event loop."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.admission = Admission(settings)
+        self._without_engine: Counter[str] = Counter()
+        """The requests of each tenant that wait until an engine takes requests."""
         self._turns: dict[str, asyncio.Future[bool]] = {}
         self._services_s: deque[float] = deque(maxlen=SERVICES_MAX)
         self.refused_count = 0
         self.expired_count = 0
 
     @asynccontextmanager
-    async def admitted(self, request_id: str, tenant: Tenant, tokens: int) -> AsyncIterator[float]:
-        """Run the block when it is the request's turn; gives the seconds that it waited. Raises TooBusyError."""
+    async def admitted(self, request_id: str, tenant: Tenant, tokens: int, until_s: float) -> AsyncIterator[Place]:
+        """Run the block when it is the request's turn, which it waits for until `until_s`. Raises TooBusyError."""
         began_s = time.monotonic()
         try:
-            await self._wait(request_id, tenant, tokens)
-            placed_s = time.monotonic()
-            yield placed_s - began_s
-            self._services_s.append(time.monotonic() - placed_s)
-        finally:
+            await self._wait(request_id, tenant, tokens, until_s - began_s)
+        except BaseException:
             self.admission.end(request_id)
             self._start()
+            raise
+        place = Place(self, request_id, began_s)
+        try:
+            yield place
+        finally:
+            place.give_back()
+
+    @contextmanager
+    def without_engine(self, tenant: Tenant) -> Iterator[None]:
+        """A request waits for an engine within the block, and has no place meanwhile. As many wait as are still free
+        for others: the first tenant has half of `queue_max`, the next one half of the rest. Raises TooBusyError.
+        """
+        waiting = self._without_engine
+        if waiting[tenant.name] >= self.admission.settings.queue_max - waiting.total():
+            self.refused_count += 1
+            raise TooBusyError(WITHOUT_ENGINE, 503, self._retry_after_s())
+        waiting[tenant.name] += 1
+        try:
+            yield
+        finally:
+            waiting[tenant.name] -= 1
+            if not waiting[tenant.name]:
+                del waiting[tenant.name]
+
+    @property
+    def without_engine_count(self) -> int:
+        """Requests that wait for an engine."""
+        return self._without_engine.total()
+
+    def ended(self, request_id: str, service_s: float) -> None:
+        """A request has given its place back, which it had for `service_s`."""
+        self._services_s.append(service_s)
+        self.admission.end(request_id)
+        self._start()
 
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share from now on, for its waiting requests, too."""
@@ -57,7 +111,7 @@ class Gate:
             if turn is not None and not turn.done():
                 turn.set_result(True)
 
-    async def _wait(self, request_id: str, tenant: Tenant, tokens: int) -> None:
+    async def _wait(self, request_id: str, tenant: Tenant, tokens: int, within_s: float) -> None:
         verdict = self.admission.offer(request_id, tenant, tokens)
         while self.admission.displaced:
             turn = self._turns.get(self.admission.displaced.pop())
@@ -71,7 +125,7 @@ class Gate:
             raise TooBusyError(f"{waiting} requests wait already", 429, self._retry_after_s())
         turn = self._turns[request_id] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(self.admission.settings.deadline_s):
+            async with asyncio.timeout(within_s):
                 is_admitted = await turn
         except TimeoutError:
             self.expired_count += 1

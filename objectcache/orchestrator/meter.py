@@ -85,7 +85,7 @@ def _state(orchestrator: Parts) -> Iterator[Reading]:
     engines = list(orchestrator.engines.values())
     admission = orchestrator.gate.admission
     yield metrics.ORCHESTRATOR_ACTIVE, {(): float(admission.active_count)}
-    yield metrics.ORCHESTRATOR_WAITING, {(): float(admission.waiting_count)}
+    yield metrics.ORCHESTRATOR_WAITING, {(): float(admission.waiting_count + orchestrator.gate.without_engine_count)}
     yield metrics.ORCHESTRATOR_BLOCKS, {(): float(orchestrator.index.block_count)}
     states: dict[tuple[str, ...], float] = {}
     for engine in engines:

@@ -1,7 +1,8 @@
 """Readers: a few processes that parse what is large and make tokens. The event loop only passes bytes to them.
 
 A body that takes longer than READ_S, or more memory than a process may have, costs its sender an error, and this pool
-one process, which is started anew. One tenant has at most half of the processes at a time.
+one process or two, which are started anew: a process may have been killed for another reason, so the body of one that
+ends is read once more in a new one. One tenant has at most half of the processes at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from objectcache.orchestrator.body_pieces import pieces_of
 from objectcache.orchestrator.rules import reading
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
 from objectcache.orchestrator.tokenizer import NoTokensError
@@ -40,6 +42,10 @@ class ReadingError(Exception):
     def __init__(self, message: str, *, is_busy: bool = False) -> None:
         super().__init__(message)
         self.is_busy = is_busy
+
+
+class _LostError(Exception):
+    """A process has ended, or answers no frames."""
 
 
 class Readers:
@@ -106,27 +112,42 @@ class Readers:
 
     async def _asked(self, tenant: str, head: Mapping[str, Any], blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
         async with self.turn(tenant):
-            reader = self._idle.pop() if self._idle else await self._started()
             try:
-                async with asyncio.timeout(self._read_s):
-                    answer, blobs = await reader.ask(reading.packed(head, [blob]))
-            except BaseException as error:
-                self._end(reader)
-                self.failure_count += not isinstance(error, asyncio.CancelledError)
-                if isinstance(error, TimeoutError):
-                    raise ReadingError(f"it takes more than {self._read_s:g} s to read") from None
-                if isinstance(error, OSError | asyncio.IncompleteReadError | ValueError):
+                answer, blobs = await self._answered(head, blob)
+            except _LostError:  # it may have been killed for another reason than this body
+                try:
+                    answer, blobs = await self._answered(head, blob, is_fresh=True)
+                except _LostError as error:
                     raise ReadingError("it takes too much memory to read") from error
-                raise
-            self._idle.append(reader)
-            if self._is_stopped:
-                self._end(self._idle.pop())
         problem = answer.get("error")
         if problem is None:
             return answer, blobs
         if answer["about"] == "request":
             raise WrongRequestError(problem, answer["field"])
         raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
+
+    async def _answered(
+        self, head: Mapping[str, Any], blob: bytes, *, is_fresh: bool = False
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """The answer of an idle process, or of a new one. Raises _LostError where the process has ended."""
+        while self._idle and not self._idle[-1].is_running:
+            self._end(self._idle.pop())
+        reader = self._idle.pop() if self._idle and not is_fresh else await self._started()
+        try:
+            async with asyncio.timeout(self._read_s):
+                answer, blobs = await reader.ask(reading.packed(head, [blob]))
+        except BaseException as error:
+            self._end(reader)
+            self.failure_count += not isinstance(error, asyncio.CancelledError)
+            if isinstance(error, TimeoutError):
+                raise ReadingError(f"it takes more than {self._read_s:g} s to read") from None
+            if isinstance(error, OSError | asyncio.IncompleteReadError | ValueError):
+                raise _LostError from error
+            raise
+        self._idle.append(reader)
+        if self._is_stopped:
+            self._end(self._idle.pop())
+        return answer, blobs
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -192,10 +213,17 @@ class _Reader:
         assert process.stdout is not None
         self._process, self._requests, self._answers = process, process.stdin, process.stdout
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not been seen to end."""
+        return self._process.returncode is None and not self._answers.at_eof()
+
     async def ask(self, pieces: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """One frame, and its answer. Raises OSError, IncompleteReadError, ValueError."""
-        self._requests.writelines(pieces)
-        await self._requests.drain()
+        for each in pieces:
+            for piece in pieces_of(each):
+                self._requests.write(piece)
+                await self._requests.drain()
         return await self.answer()
 
     async def answer(self) -> tuple[dict[str, Any], list[bytes]]:

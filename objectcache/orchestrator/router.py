@@ -136,7 +136,7 @@ class Router:
         if not able and home is not None and home in self._engines:
             raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
         if not able:
-            raise self._no_engine(asked.model)
+            raise self.no_engine(asked.model)
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
         sequence_tokens = (0 if prompt is None else len(prompt.tokens)) + asked.sequence_tokens
         loads = {engine.name: engine.books.load(now_s) for engine in able}
@@ -270,7 +270,8 @@ class Router:
             growth_s=engine.steps.growth_s,
         )
 
-    def _no_engine(self, model: str) -> NoEngineError:
+    def no_engine(self, model: str) -> NoEngineError:
+        """Why no engine takes requests for a model."""
         if not self._engines:
             return NoEngineError("no engine is registered")
         known = {name for engine in self._engines.values() for name in engine.models}

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.metrics import process_text
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
@@ -28,7 +29,14 @@ from objectcache.orchestrator.response_cache import ResponseCache
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
 from objectcache.orchestrator.rules.kept_responses import KeptResponses
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, TokenIds
-from objectcache.orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
+from objectcache.orchestrator.rules.policies import (
+    POLICIES,
+    LeastTtft,
+    PolicyName,
+    RoutingPolicy,
+    Sessions,
+    SessionsAsTheyAre,
+)
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
 from objectcache.orchestrator.store_lookups import StoreLookups
@@ -65,6 +73,8 @@ class Orchestrator:
         self.engines: dict[str, Engine] = {}
         self.gate = Gate(settings.admission)
         self.receipts = Receipts(settings.receipts_max)
+        self.answers = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
+        """The memory of answers that clients have not taken: as much as that of requests' bodies."""
         self.responses = ResponseCache(settings.response_cache_bytes, settings.response_cache_s)
         self.meter = Meter()
         self.readers = Readers(settings.tokenizer)
@@ -132,6 +142,10 @@ class Orchestrator:
         engines = self._decoding(model)
         return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
 
+    def no_engine(self, model: str) -> NoEngineError:
+        """Why no engine takes requests for the model."""
+        return self._router.no_engine(model)
+
     def _decoding(self, model: str) -> list[Engine]:
         engines = self.engines.values()
         return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
@@ -175,17 +189,23 @@ class Orchestrator:
                 found.setdefault(name, document)
         return list(found.values())
 
+    def identity(self, model: str) -> str:
+        """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
+        answer that is kept is of this identity only.
+        """
+        cards = [engine.models[model] for engine in self.engines.values() if model in engine.models]
+        return "\n".join(sorted({f"{each.get('root')} {each.get('parent')}" for each in cards}))
+
     async def tokens_of(self, asked: Asked, headers: Mapping[str, str], tenant: str = "") -> TokenIds:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None
-        assert asked.to_tokenize is not None
         now_s = time.monotonic()
         able = [
             engine
             for engine in self.engines.values()
             if engine.liveness.takes_requests(now_s) and engine.serves(asked.model)
         ]
-        return await self._tokens.of(asked.to_tokenize, able, headers, tenant)
+        return await self._tokens.of(asked, able, headers, tenant)
 
     async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt) -> Prompt:
         """The prompt with the store's answers."""
@@ -286,7 +306,7 @@ class Orchestrator:
         if tokens is None and asked.to_tokenize is not None:
             tokens = await self.tokens_of(asked, headers)
         prompt = None if tokens is None or not len(tokens) else await self._router.prompt(asked, tokens)
-        everything = LeastTtft(self.sessions.copy(), predicts_all=True)
+        everything = LeastTtft(SessionsAsTheyAre(self.sessions), predicts_all=True)
         every = self._router.decide(asked, "", prompt, policy=everything)
         policy = everything if self._settings.policy is PolicyName.TTFT else self._policy
         chosen = every if policy is everything else self._router.decide(asked, "", prompt, policy=policy)
@@ -366,7 +386,7 @@ class Orchestrator:
             "policy": self._settings.policy.value,
             "engines": engines,
             "active": admission.active_count,
-            "waiting": admission.waiting_count,
+            "waiting": admission.waiting_count + self.gate.without_engine_count,
             "blocks": self.index.block_count,
             "receipts": [receipt.to_json() for receipt in self.receipts.last(RECEIPTS_TOLD)],
         }

@@ -14,9 +14,10 @@ import aiohttp
 
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.whole_answers import read_whole
+from objectcache.orchestrator.body_pieces import body_in_pieces
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.readers import Readers, ReadingError
-from objectcache.orchestrator.rules.openai_requests import TokenIds
+from objectcache.orchestrator.rules.openai_requests import Asked, TokenIds
 from objectcache.orchestrator.tokenizer import NoTokensError
 
 TOKENIZE_S = 2.0
@@ -79,16 +80,16 @@ class Tokens:
         self._at_once: WeakKeyDictionary[Engine, Counter[str]] = WeakKeyDictionary()
         """The bytes of prompts that each engine has now, by tenant."""
 
-    async def of(
-        self, document: bytes, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str = ""
-    ) -> TokenIds:
-        """The tokens of a prompt, from the first of these engines that answers. Each tenant has those of its own
-        prompts only: the time of an answer would say what others have sent. Raises NoTokensError.
+    async def of(self, asked: Asked, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str) -> TokenIds:
+        """The tokens of a prompt that is to be tokenized, from the first of these engines that answers. Each tenant has
+        those of its own prompts only: the time of an answer would say what others have sent. Raises NoTokensError.
         """
-        digest = hashlib.sha256(document).digest()
+        document, digest = asked.to_tokenize or b"", bytes.fromhex(asked.document_digest)
         scope = b"\n".join((tenant.encode(), headers.get("Authorization", "").encode(errors="surrogateescape"), digest))
         if self._readers.has_tokenizer:
             return await self._made(scope, document, tenant)
+        if len(document) > AT_ONCE_BYTES_MAX:
+            raise NoTokensError(f"the prompt has more than {AT_ONCE_BYTES_MAX} bytes, which no engine is asked for")
         # Always the same engines for a prompt, so that each may have its own answer kept: one that lies about tokens
         # lies to requests that ask it, and no other engine's answer is taken for its own.
         able = sorted(engines, key=lambda engine: hashlib.sha256(engine.url.encode() + digest).digest())
@@ -143,9 +144,9 @@ class Tokens:
         try:
             async with self._http.post(
                 f"{engine.url}/tokenize",
-                data=document,
+                data=body_in_pieces(document),
                 timeout=timeout,
-                headers={**headers, "Content-Type": "application/json"},
+                headers={**headers, "Content-Type": "application/json", "Content-Length": str(len(document))},
                 allow_redirects=False,
             ) as answer:
                 said = await read_whole(answer, ANSWER_BYTES_MIN + ANSWER_BYTES_EACH * len(document))

@@ -45,9 +45,10 @@ STAGES = {
         "call", "operations", "handlers", "app",
     ),
     ORCHESTRATOR: (
-        "rules", "settings", "simulation", "answers", "under_way", "receipts", "events_feed", "engine", "tokenizer",
-        "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache",
-        "gate", "router", "orders", "dispatch", "meter", "service", "pages", "app", "process",
+        "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed", "engine",
+        "tokenizer", "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing",
+        "response_cache", "gate", "relay", "router", "orders", "dispatch", "meter", "service", "pages", "app",
+        "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",

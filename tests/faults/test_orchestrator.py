@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
-from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.adapters.limited_server import Connection
+from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.liveness import EngineStatus
 from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
 from objectcache.orchestrator.service import UNMATCHED_MAX
-from objectcache.orchestrator.settings import EngineSettings
+from objectcache.orchestrator.settings import EngineSettings, Role
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
 from tests.support.waiting import until
 
@@ -356,11 +359,11 @@ async def test_long_answers_say_nothing_about_their_engine() -> None:
 
 
 async def test_what_is_made_of_a_body_counts_like_the_body() -> None:
-    """Four bytes of a prompt became twelve for the engine's tokenizer, which nothing counted."""
-    prompt = "\U0001f600" * 5_000  # 20 kB here, 60 kB escaped
+    """The prompt is there once more for the engine's tokenizer, which nothing counted."""
+    prompt = "\U0001f600" * 5_000  # 20 kB here, and 20 kB for the tokenizer
     body = json.dumps({"model": "canned", "prompt": prompt, "max_tokens": 4}, ensure_ascii=False).encode()
     async with canned(1, FAST) as engines:
-        for kilobytes, status in ((60, 503), (200, 200)):
+        for kilobytes, status in ((35, 503), (200, 200)):
             settings = replace(QUICK, bodies_bytes_max=2 * kilobytes * 1000)
             async with orchestrated(engines, settings) as bed:
                 for _ in range(3):  # what was counted is given back
@@ -381,3 +384,84 @@ async def test_no_tenant_takes_the_name_of_anothers_request() -> None:
             assert (answer.headers["x-objectcache-request-id"] != name) == is_taken
             receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{name}")).json()
             assert receipt["tenant"] == "a"
+
+
+async def test_requests_for_an_engine_that_is_gone_keep_no_place_from_others() -> None:
+    """A thousand requests for a model whose engine was down kept everybody out beside an idle engine."""
+    tenants = {"key-of-a-tenant": Tenant("a"), "key-of-another": Tenant("b")}
+    settings = replace(QUICK, tenants=tenants, admission=AdmissionSettings(active_max=2, queue_max=8))
+    lost = {"model": "lost", "prompt": PROMPT, "max_tokens": 4}
+    a, b = ({"Authorization": f"Bearer {key}"} for key in tenants)
+    async with (
+        canned(1, FAST) as engines,
+        canned(1, replace(FAST, model="lost")) as others,
+        orchestrated([*engines, *others], settings) as bed,
+    ):
+        engine, gate = bed.orchestrator.engines[others[0].url], bed.orchestrator.gate
+        await until(lambda: all(each.models for each in bed.orchestrator.engines.values()))
+        port = int(others[0].url.rsplit(":", 1)[1])
+        await others[0].stop()
+        await until(lambda: engine.status().value != "up")
+        waiting = [asyncio.create_task(bed.ask("POST", "/v1/completions", lost, headers=a)) for _ in range(4)]
+        await until(lambda: gate.without_engine_count == 4)
+        refused = await bed.ask("POST", "/v1/completions", lost, headers=a)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert gate.admission.active_count == 0
+        assert (await bed.complete(PROMPT, headers=b)).status == 200
+        again = CannedEngine(replace(FAST, model="lost"))
+        await again.start(port)
+        try:
+            assert {answer.status for answer in await asyncio.gather(*waiting)} == {200}
+        finally:
+            await again.stop()
+        assert gate.without_engine_count == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_keeps_no_place(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes megabytes for a connection, so connections of this test are given less."""
+    made = Connection.connection_made
+
+    def with_little(connection: Connection, transport: asyncio.BaseTransport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", with_little)
+    settings = replace(QUICK, admission=AdmissionSettings(active_max=1))
+    document = {"model": "canned", "prompt": PROMPT, "max_tokens": 3_000 if stream else 180_000, "stream": stream}
+    body = json.dumps(document).encode()
+    async with canned(1, replace(FAST, output_s=0.0)) as engines, orchestrated(engines, settings) as bed:
+        admission, place = bed.orchestrator.gate.admission, urlsplit(bed.url)
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with slow:
+            slow.connect((place.hostname, place.port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+            slow.sendall(head.encode() + body)
+            await until(lambda: bool(engines[0].requests))
+            assert (await bed.complete(OTHER)).status == 200
+            assert admission.active_count == 0
+            assert bed.orchestrator.answers.held_bytes > 0
+        await until(lambda: bed.orchestrator.answers.held_bytes == 0)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 15])
+async def test_transfer_params_that_are_nested_too_deep_end_no_reader_and_no_request(padding: int) -> None:
+    """Those of a prefill engine ended the process that was to write them into a request, which was answered 500."""
+    deep: list[object] = []
+    for _ in range(900):
+        deep = [deep]
+    prefill = replace(FAST, transfer_params={"remote": deep})
+    async with canned(1, FAST) as engines, canned(1, prefill) as others:
+        settings = replace(QUICK, engines=(EngineSettings(others[0].url, role=Role.PREFILL),), prefill_tokens_min=64)
+        async with orchestrated(engines, settings) as bed:
+            answer = await bed.complete(PROMPT, user="u" * padding)
+            assert answer.status == 200
+            assert len(others[0].requests) == 1
+            assert "kv_transfer_params" not in engines[0].requests[0]
+            assert bed.orchestrator.readers.failure_count == 0
+            text = b'{"model": "m", "prompt": "a", "user": "%s", "kv_transfer_params": ' % (b"u" * padding)
+            said = text + b"[" * 970 + b"]" * 970 + b"}"
+            refused = await bed.ask("POST", "/v1/completions", data=said, headers={"Content-Type": "application/json"})
+            assert refused.status == 400
+            assert bed.orchestrator.readers.failure_count == 0

@@ -18,6 +18,7 @@ from objectcache.orchestrator.readers import INLINE_BYTES, Readers, ReadingError
 from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError
 from objectcache.orchestrator.rules.reading import Order
 from objectcache.orchestrator.tokenizer import NoTokensError
+from tests.support.waiting import until
 
 ORDER = Order(RequestKind.COMPLETIONS, {}, "tenant")
 MIB = 1 << 20
@@ -115,16 +116,39 @@ async def test_one_tenant_has_at_most_half_of_the_processes() -> None:
         assert (await waiting).asked.model == "m"
 
 
-async def test_a_process_that_ends_is_replaced() -> None:
+@pytest.mark.parametrize("is_seen", [False, True])
+async def test_a_process_that_is_killed_while_it_is_idle_costs_nobody_an_error(is_seen: bool) -> None:
     async with readers(count=1) as made:
         small = body(b'"' + b"a" * INLINE_BYTES + b'"')
         await made.read(small, ORDER)
         (child,) = reading_processes()
         child.kill()
-        with pytest.raises(ReadingError):
-            await made.read(small, ORDER)
+        if is_seen:
+            await until(lambda: child.pid not in {each.pid for each in reading_processes()})
         assert (await made.read(small, ORDER)).asked.model == "m"
+        assert len(reading_processes()) == 1
     assert not reading_processes()
+
+
+async def test_a_body_that_ends_two_processes_is_told_so() -> None:
+    async with readers(count=1) as made:
+        small = body(b'"' + b"a" * INLINE_BYTES + b'"')
+        await made.read(small, ORDER)
+        reading = asyncio.create_task(made.read(small, ORDER))
+        killed: set[int] = set()
+
+        def is_read_or_killed() -> bool:
+            for child in reading_processes():
+                child.kill()
+                killed.add(child.pid)
+            return reading.done()
+
+        await until(is_read_or_killed)
+        with pytest.raises(ReadingError) as found:
+            await reading
+        assert len(killed) == 2
+        assert found.value.is_busy or "memory" in str(found.value)
+        assert (await made.read(small, ORDER)).asked.model == "m"
 
 
 async def test_files_that_are_no_tokenizer_are_told_at_the_start(tmp_path: Path) -> None:

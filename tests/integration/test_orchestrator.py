@@ -299,8 +299,15 @@ async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
         bearer = {"Authorization": "Bearer key-of-a-tenant"}
         unsalted = await bed.ask("POST", "/v1/audio/transcriptions", data=form, headers=bearer)
         assert unsalted.status == 501
-        assert b"has no cache_salt" in unsalted.body
+        assert b"cache_salt" in unsalted.body
         assert not engines[0].forms
+        for path in ("/v1/messages", "/v1/embeddings", "/v1/score", "/rerank"):
+            answer = await bed.ask("POST", path, {"model": "canned", "input": "a"}, headers=bearer)
+            assert answer.status == 501, path
+            assert f"obey cache_salt at {path}" in answer.json()["error"]["message"]
+        for path in ("/v1/responses", "/detokenize"):
+            answer = await bed.ask("POST", path, {"model": "canned", "input": "a"}, headers=bearer)
+            assert answer.status == 200, path
 
 
 async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:
@@ -579,3 +586,29 @@ async def test_what_would_change_an_engine_goes_nowhere(path: str) -> None:
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         assert (await bed.ask("POST", path, {"model": "canned"})).status == 404
         assert (await bed.ask("HEAD", "/health")).status == 200
+
+
+async def test_a_body_that_goes_on_in_pieces_says_its_length() -> None:
+    """Engines, and what stands before them, may refuse bodies of unknown length."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.complete(PROMPT, user="u" * 300_000)
+        assert answer.status == 200
+        assert int(engines[0].headers[0]["Content-Length"]) > 300_000
+        assert "Transfer-Encoding" not in engines[0].headers[0]
+        assert len(engines[0].requests[0]["user"]) == 300_000
+
+
+async def test_an_answer_is_not_kept_longer_than_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with other weights under the same name, and no engine at all, gave the answers of the ones before."""
+    monkeypatch.setattr("objectcache.orchestrator.engine.MODELS_EVERY_S", 3600.0)  # they are asked for once
+    settings = replace(QUICK, response_cache_bytes=1 << 20)
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        first = bed.orchestrator.engines[engines[0].url]
+        await until(lambda: bool(first.models))
+        for _ in range(2):
+            answer = await bed.complete(PROMPT, temperature=0)
+        assert answer.engine == "response cache"
+        first.models = {"canned": {"id": "canned", "root": "other weights"}}
+        assert (await bed.complete(PROMPT, temperature=0)).engine == engines[0].url
+        await bed.orchestrator.remove(first.name)
+        assert (await bed.complete(PROMPT, temperature=0)).status == 503

@@ -4,8 +4,9 @@ A request runs at once while fewer than `active_max` run. Otherwise it waits, at
 full queue a request takes the place of one of lower priority, or of a tenant that has more than its share of the queue;
 where there is none, it is refused. Waiting requests of the highest priority go first. Among tenants of one priority it
 is deficit round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a
-tenant with short prompts is not held up by one with long prompts. `orchestrator.gate` has the clock and ends what waits
-too long.
+tenant with short prompts is not held up by one with long prompts. While several of them wait, a tenant that runs less
+than its share of `active_max` goes before one that runs its share already, because requests that take long would
+otherwise collect the places. `orchestrator.gate` has the clock and ends what waits too long.
 
 Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 """
@@ -81,6 +82,8 @@ class Admission:
         self.settings = settings
         self._active: dict[str, str] = {}
         self._active_by_tenant: dict[str, int] = {}
+        self._active_tenants: dict[str, Tenant] = {}
+        """The tenants that run requests, with their shares."""
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._waiting: dict[str, Waiting] = {}
         self.displaced: list[str] = []
@@ -124,6 +127,8 @@ class Admission:
         queue = self._queues.get(tenant.name)
         if queue is not None:
             queue.tenant = tenant
+        if tenant.name in self._active_tenants:
+            self._active_tenants[tenant.name] = tenant
 
     def end(self, request_id: str) -> None:
         """The request runs no more, or waits no more."""
@@ -131,7 +136,7 @@ class Admission:
         if tenant is not None:
             self._active_by_tenant[tenant] -= 1
             if not self._active_by_tenant[tenant]:
-                del self._active_by_tenant[tenant]
+                del self._active_by_tenant[tenant], self._active_tenants[tenant]
             return
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
@@ -157,7 +162,7 @@ class Admission:
         if not able:
             return None
         priority = max(queue.tenant.priority for queue in able)
-        able = [queue for queue in able if queue.tenant.priority == priority]
+        able = self._below_share([queue for queue in able if queue.tenant.priority == priority], priority)
         while True:
             for queue in able:
                 if queue.deficit_tokens >= queue.first.tokens:
@@ -172,8 +177,25 @@ class Admission:
             for queue in able:
                 queue.deficit_tokens += max(rounds, 1e-9) * _quantum(queue.tenant)
 
+    def _below_share(self, able: list[_Queue], priority: int) -> list[_Queue]:
+        """Those whose tenants run less than their shares of `active_max` among the tenants of this priority that run or
+        wait; all of them where no tenant does, so that no place stays empty.
+        """
+        if len(able) == 1:
+            return able
+        tenants = {each.name: each for each in self._active_tenants.values() if each.priority == priority}
+        tenants |= {queue.tenant.name: queue.tenant for queue in able}
+        each_weight = self.settings.active_max / sum(tenant.weight for tenant in tenants.values())
+        below = [
+            queue
+            for queue in able
+            if self._active_by_tenant.get(queue.tenant.name, 0) < each_weight * queue.tenant.weight
+        ]
+        return below or able
+
     def _begin(self, request_id: str, tenant: Tenant) -> None:
         self._active[request_id] = tenant.name
+        self._active_tenants[tenant.name] = tenant
         self._active_by_tenant[tenant.name] = self._active_by_tenant.get(tenant.name, 0) + 1
 
     def _has_room(self, tenant: Tenant) -> bool:

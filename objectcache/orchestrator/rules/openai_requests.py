@@ -50,6 +50,10 @@ PASSED_ON = frozenset(
 """Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
 or shut down, which no client may reach.
 """
+SALTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+"""The paths that are known to obey `cache_salt` in vLLM, so that tenants share no blocks there."""
+WITHOUT_BLOCKS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""The paths that compute no KV, so that tenants have nothing to share."""
 FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """The paths that take forms."""
 
@@ -88,6 +92,8 @@ class Asked:
     sequence_tokens: int = 0
     prompt_tokens: int = 0
     """About how many tokens the prompt has, where they are not looked at."""
+    document_digest: str = ""
+    """The SHA-256 of `to_tokenize`, in hex, made where the body is read: of megabytes it takes a while."""
     previous: str = ""
     """The earlier response that it goes on from, which only the engine has that gave it."""
 
@@ -103,6 +109,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     output_tokens = _output_tokens(body, kind)
     answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
     tokens, document = _prompt(kind, body, model)
+    to_tokenize = None if document is None else _canonical(document)
     lengths = _lengths(body) if tokens is None and document is None else []
     is_stream = body.get("stream", False)
     if not isinstance(is_stream, bool | None):
@@ -111,7 +118,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         kind=kind,
         model=model,
         tokens=tokens,
-        to_tokenize=None if document is None else _canonical(document),
+        to_tokenize=to_tokenize,
         output_tokens=output_tokens * answers * max(1, len(lengths)),
         is_stream=bool(is_stream),
         session=_session(body, headers),
@@ -119,6 +126,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         is_deterministic=answers == 1 and body.get("temperature") == 0,
         sequence_tokens=output_tokens + max(lengths, default=0),
         prompt_tokens=sum(lengths),
+        document_digest="" if to_tokenize is None else hashlib.sha256(to_tokenize).hexdigest(),
         previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
     )
 
@@ -156,8 +164,20 @@ def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str
     return hashlib.sha256(_canonical([tenant, kind.value, body])).hexdigest()
 
 
+def json_of(document: object, *, is_canonical: bool = False) -> bytes:
+    """A document as JSON in UTF-8, as short as clients write it: escapes would make six bytes of two. Halves of
+    surrogate pairs, which UTF-8 cannot have, are escaped, and all else then, too. Equal documents have one canonical
+    form. Raises RecursionError.
+    """
+    separators = (",", ":") if is_canonical else None
+    try:
+        return json.dumps(document, ensure_ascii=False, sort_keys=is_canonical, separators=separators).encode()
+    except UnicodeEncodeError:
+        return json.dumps(document, sort_keys=is_canonical, separators=separators).encode()
+
+
 def _canonical(document: object) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return json_of(document, is_canonical=True)
 
 
 def _prompt(kind: RequestKind, body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
@@ -262,7 +282,9 @@ def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
         if isinstance(conversation, dict):
             conversation = conversation.get("id")
         said = conversation or body.get("prompt_cache_key") or body.get("user")
-    return said[:SESSION_CHARACTERS_MAX] if isinstance(said, str) and is_encodable(said) else ""
+    if not isinstance(said, str) or not is_encodable(said) or "\n" in said:  # a line end is behind a tenant's name
+        return ""
+    return said[:SESSION_CHARACTERS_MAX]
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:

@@ -70,35 +70,60 @@ class RoutingPolicy(Protocol):
 
 
 class Sessions:
-    """The engine of each session, of the sessions that were used last."""
+    """The engine of each session, of the sessions that were used last. A tenant's sessions have its name and a line end
+    before their own. Where there would be too many of all, the tenant that has most gives up its oldest one.
+    """
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions_max = sessions_max
-        self._engines: OrderedDict[str, str] = OrderedDict()
-
-    def copy(self) -> Sessions:
-        """The same sessions, for a decision that is not to be remembered."""
-        copied = Sessions(self._sessions_max)
-        copied._engines = self._engines.copy()
-        return copied
+        self._engines: dict[str, OrderedDict[str, str]] = {}
+        self._count = 0
 
     def engine(self, session: str) -> str | None:
         """Where the session was last."""
-        return self._engines.get(session)
+        mine = self._engines.get(_tenant_of(session))
+        return None if mine is None else mine.get(session)
 
     def note(self, session: str, engine: str) -> None:
         """The session is there now."""
         if not session:
             return
-        self._engines[session] = engine
-        self._engines.move_to_end(session)
-        if len(self._engines) > self._sessions_max:
-            self._engines.popitem(last=False)
+        mine = self._engines.setdefault(_tenant_of(session), OrderedDict())
+        self._count += session not in mine
+        mine[session] = engine
+        mine.move_to_end(session)
+        if self._count > self._sessions_max:
+            largest = max(self._engines, key=lambda each: len(self._engines[each]))
+            oldest = next(iter(self._engines[largest]))
+            self._forget(largest, oldest)
 
     def forget_engine(self, name: str) -> None:
         """No session is there any more."""
-        for session in [session for session, engine in self._engines.items() if engine == name]:
-            del self._engines[session]
+        gone = [(tenant, each) for tenant, mine in self._engines.items() for each in mine if mine[each] == name]
+        for tenant, session in gone:
+            self._forget(tenant, session)
+
+    def _forget(self, tenant: str, session: str) -> None:
+        del self._engines[tenant][session]
+        self._count -= 1
+        if not self._engines[tenant]:
+            del self._engines[tenant]
+
+
+class SessionsAsTheyAre(Sessions):
+    """The same sessions, for a decision that is not to be remembered."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        super().__init__()
+        self._engines = sessions._engines
+
+    def note(self, session: str, engine: str) -> None:
+        """Remember nothing."""
+
+
+def _tenant_of(session: str) -> str:
+    tenant, end, _ = session.partition("\n")
+    return tenant if end else ""
 
 
 class LeastTtft:

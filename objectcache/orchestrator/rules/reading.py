@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from objectcache.orchestrator.rules.openai_requests import (
     RequestKind,
     TokenIds,
     WrongRequestError,
+    json_of,
     read_request,
     response_key,
     token_ids,
@@ -33,6 +35,12 @@ from objectcache.orchestrator.rules.openai_requests import (
 HEAD = struct.Struct("<I")
 HEAD_BYTES_MAX = 1 << 20
 BLOB_BYTES_MAX = 1 << 28
+DEPTH_MAX = 256
+"""Deeper than tools' schemas are, and a quarter of what Python's parser takes."""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A text in JSON. One without an end goes to the end of the body, or each quote in it would be looked for again."""
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
 ENGINES_OWN = frozenset(
     {
         "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
@@ -97,7 +105,7 @@ def _read(raw: bytes, order: Order) -> ReadBody:
     key = None
     if order.with_key and asked.is_deterministic and asked.is_generating and _is_stateless(order.kind, changed):
         key = response_key(f"{order.tenant}\n{order.scope}", order.kind, changed)
-    return ReadBody(raw if changed == body else json.dumps(changed).encode(), asked, key)
+    return ReadBody(raw if changed == body else json_of(changed), asked, key)
 
 
 def _is_stateless(kind: RequestKind, body: Mapping[str, Any]) -> bool:
@@ -111,15 +119,19 @@ def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
     """The body without some fields, and with others. Raises WrongRequestError."""
     kept = {name: value for name, value in document_of(raw).items() if name not in drop}
     try:
-        return json.dumps({**kept, **put}).encode()
+        return json_of({**kept, **put})
     except RecursionError:
         raise WrongRequestError("the body is too deep") from None
 
 
 def document_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises WrongRequestError."""
+    """The JSON object of a body, in UTF-8, of which no value is nested deeper than DEPTH_MAX: deeper ones can be read
+    and then not be written. Raises WrongRequestError.
+    """
+    if depth_of(raw) > DEPTH_MAX:
+        raise WrongRequestError(f"the body is too deep: its values may be nested {DEPTH_MAX} deep")
     try:
-        document = json.loads(raw)
+        document = json.loads(raw.decode("utf-8-sig", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise WrongRequestError(f"the body is no JSON: {str(error)[:200]}") from None
     if not isinstance(document, dict):
@@ -127,13 +139,18 @@ def document_of(raw: bytes) -> dict[str, Any]:
     return document
 
 
+def depth_of(raw: bytes) -> int:
+    """How deep the values of a JSON text are nested. It is not parsed, so its depth costs no stack."""
+    brackets = np.frombuffer(_TEXT.sub(b"", raw).translate(_STEPS, _NO_BRACKETS), np.int8)
+    return int(np.cumsum(brackets, dtype=np.int32).max(initial=0))
+
+
 def answered_tokens(answer: bytes) -> TokenIds:
     """The token ids of an engine's answer to `/tokenize`. Raises ValueError."""
     try:
-        document = json.loads(answer)
-    except RecursionError:
-        raise ValueError("the answer is too deep") from None
-    tokens = document.get("tokens") if isinstance(document, dict) else None
+        tokens = document_of(answer).get("tokens")
+    except WrongRequestError as error:  # it is no client's
+        raise ValueError(f"an answer: {error}") from None
     if not isinstance(tokens, list):
         raise ValueError("the answer has no tokens")
     return token_ids(tokens)
@@ -177,6 +194,7 @@ def packed_body(read: ReadBody, raw: bytes) -> list[bytes]:
         "sequence_tokens": asked.sequence_tokens,
         "prompt_tokens": asked.prompt_tokens,
         "previous": asked.previous,
+        "document_digest": asked.document_digest,
     }
     said = {"kind": asked.kind.value, "asked": head, "response_key": read.response_key}
     has = {"has_tokens": asked.tokens is not None, "has_document": asked.to_tokenize is not None}

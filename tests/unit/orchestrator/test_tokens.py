@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
+import aiohttp
 import numpy as np
 import pytest
 
+from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.readers import Readers
+from objectcache.orchestrator.rules.openai_requests import RequestKind, read_request
 from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
-from objectcache.orchestrator.tokens import TokenCache
+from objectcache.orchestrator.tokens import AT_ONCE_BYTES_MAX, TokenCache, Tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<end>"
@@ -64,3 +69,15 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     cache.keep(b"large", np.full(1000, 1, np.uint32))
     assert cache.find(b"large") is None
     assert cache.hit_count == 11
+
+
+async def test_no_engine_is_asked_for_the_tokens_of_a_prompt_that_is_too_large() -> None:
+    """One alone was sent whatever its size."""
+
+    class Nobody:
+        url = name = "http://engine"
+
+    asked = read_request(RequestKind.COMPLETIONS, {"model": "m", "prompt": "a" * AT_ONCE_BYTES_MAX}, {})
+    made = Tokens(cast(aiohttp.ClientSession, None), TokenCache(1000), Readers())
+    with pytest.raises(NoTokensError, match="which no engine is asked for"):
+        await made.of(asked, [cast(Engine, Nobody())], {}, "")

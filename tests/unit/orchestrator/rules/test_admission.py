@@ -172,3 +172,22 @@ def test_a_crowd_that_hangs_up_costs_no_search_each(monkeypatch: pytest.MonkeyPa
     for index in reversed(range(200)):
         admission.end(str(index))
     assert (admission.waiting_count, admission.active_count) == (0, 0)
+
+
+def test_while_others_wait_a_tenant_runs_no_more_than_its_share() -> None:
+    """Requests that take long would collect all places otherwise: turns go by requests that start."""
+    heavy = Tenant("heavy", weight=3.0)
+    admission = Admission(AdmissionSettings(active_max=8, queue_max=100))
+    for at in range(8):
+        admission.offer(f"a{at}", A, 1)
+    for at in range(20):
+        admission.offer(f"a-more{at}", A, 1)
+        admission.offer(f"heavy{at}", heavy, 1000)
+    for at in range(6):
+        admission.end(f"a{at}")
+    assert [each[:5] for each in started(admission)] == ["heavy"] * 6
+    admission.end("a6")
+    assert started(admission) == ["a-more0"]  # each runs its share, and takes its turns again
+    for at in range(20):
+        admission.end(f"heavy{at}")
+    assert len(started(admission)) == 6  # nobody else waits

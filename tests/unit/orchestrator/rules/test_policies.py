@@ -24,6 +24,7 @@ from objectcache.orchestrator.rules.policies import (
     RoundRobin,
     RouteRequest,
     Sessions,
+    SessionsAsTheyAre,
 )
 from objectcache.orchestrator.rules.prediction import EngineState, Stored, predict
 
@@ -171,8 +172,7 @@ def test_sessions_that_were_used_longest_ago_are_forgotten() -> None:
     for name in ("a", "b", "a", "c"):
         sessions.note(name, f"engine of {name}")
     assert [sessions.engine(name) for name in "abc"] == ["engine of a", None, "engine of c"]
-    copied = sessions.copy()
-    copied.note("d", "x")
+    SessionsAsTheyAre(sessions).note("d", "x")
     assert sessions.engine("a") is not None
 
 
@@ -196,3 +196,18 @@ def test_decisions_are_near_the_best_order_of_few_requests() -> None:
         ours.append(at)
     best = min(total(engines) for engines in product((0, 1), repeat=len(sizes)))
     assert total(tuple(ours)) <= 1.1 * best
+
+
+def test_a_tenant_with_very_many_sessions_pushes_out_its_own_only() -> None:
+    sessions = Sessions(10)
+    sessions.note("a\nfirst", "engine 1")
+    for at in range(100):
+        sessions.note(f"b\n{at}", "engine 2")
+    assert sessions.engine("a\nfirst") == "engine 1"
+    assert sessions.engine("b\n90") is None
+    assert sessions.engine("b\n99") == "engine 2"
+    as_they_are = SessionsAsTheyAre(sessions)
+    as_they_are.note("a\nfirst", "engine 2")
+    assert as_they_are.engine("a\nfirst") == "engine 1"
+    sessions.forget_engine("engine 1")
+    assert sessions.engine("a\nfirst") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError
 from objectcache.orchestrator.rules.reading import (
+    DEPTH_MAX,
     HEAD,
     Order,
     answered_tokens,
     body_of,
+    depth_of,
     edited,
     head_of,
     order_of,
@@ -60,7 +63,8 @@ def test_what_was_read_comes_back_from_a_frame(
     again = body_of(*split(b"".join(packed_body(read, body))), body)
     assert again.raw == read.raw
     assert again.response_key == read.response_key
-    for name in ("kind", "model", "to_tokenize", "output_tokens", "is_stream", "session", "salt", "prompt_tokens"):
+    for name in ("kind", "model", "to_tokenize", "output_tokens", "is_stream", "session", "salt", "prompt_tokens",
+                 "document_digest"):  # fmt: skip
         assert getattr(again.asked, name) == getattr(read.asked, name), name
     if form == "ids":
         assert again.asked.tokens is not None
@@ -145,3 +149,51 @@ def test_an_answer_that_an_engine_remembers_is_not_kept(fields: dict[str, Any], 
     body = raw(input="a", temperature=0, **fields)
     read = read_body(body, Order(RequestKind.RESPONSES, {}, "", False, "", True))
     assert (read.response_key is not None) is is_kept
+
+
+def test_texts_of_other_scripts_stay_as_short_as_clients_write_them() -> None:
+    """Escapes made 50 MB of 16."""
+    text = "\u00e9\u4e2d" * 100
+    said = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "rid": "1"}, ensure_ascii=False)
+    read = read_body(said.encode(), Order(RequestKind.CHAT, {}))
+    assert read.asked.to_tokenize is not None
+    assert text.encode() in read.asked.to_tokenize
+    assert read.asked.document_digest == sha256(read.asked.to_tokenize).hexdigest()
+    assert text.encode() in read.raw
+    assert text.encode() in edited(read.raw, (), {"a": 1})
+
+
+def test_halves_of_surrogate_pairs_go_on_as_they_came() -> None:
+    said = b'{"model": "m", "prompt": "\\ud800", "rid": "1"}'
+    read = read_body(said, COMPLETIONS)
+    assert read.raw == b'{"model": "m", "prompt": "\\ud800"}'
+    assert b"ud800" in (read.asked.to_tokenize or b"")
+
+
+@pytest.mark.parametrize("depth", [DEPTH_MAX, 960])
+def test_values_that_are_nested_too_deep_are_refused_before_they_are_parsed(depth: int) -> None:
+    """They could be read and not be written again, wherever they stood."""
+    for name in ("kv_transfer_params", "a"):
+        said = b'{"model": "m", "prompt": "\\"[[{", "%s": ' % name.encode() + b"[" * depth + b"]" * depth + b"}"
+        for read in (lambda said=said: read_body(said, COMPLETIONS), lambda said=said: edited(said, (), {"b": 1})):
+            with pytest.raises(WrongRequestError, match="nested 256 deep"):
+                read()
+    with pytest.raises(ValueError, match="nested 256 deep"):
+        answered_tokens(b'{"tokens": ' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(WrongRequestError, match="no JSON"):
+        read_body('{"model": "m", "prompt": "a"}'.encode("utf-16"), COMPLETIONS)
+
+
+@given(st.recursive(st.text(max_size=3), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner)))
+def test_the_depth_of_a_text_is_that_of_its_values(value: Any) -> None:
+    def depth(each: Any) -> int:
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    assert depth_of(json.dumps(value).encode()) == depth(value)
+
+
+def test_texts_without_an_end_are_looked_through_once() -> None:
+    """Each quote was looked for to the end of the body again: megabytes took hours."""
+    assert depth_of(b'{"a": ' + b'"a\\' * (1 << 18)) == 1
+    assert depth_of(b'["\\') == 1

@@ -1,0 +1,24 @@
+"""Bodies in pieces: megabytes that are written at once are copied at once, and the event loop waits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+PIECE_BYTES = 1 << 16
+"""A piece is as large as what a connection takes before its writers wait."""
+
+
+def pieces_of(body: bytes) -> Iterator[memoryview]:
+    """The body in pieces of PIECE_BYTES, which are no copies."""
+    view = memoryview(body)
+    return (view[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))
+
+
+def body_in_pieces(body: bytes) -> bytes | AsyncIterator[memoryview]:
+    """A request's body for aiohttp, which writes a piece after the other. The request needs a Content-Length."""
+    return body if len(body) <= PIECE_BYTES else _one_by_one(body)
+
+
+async def _one_by_one(body: bytes) -> AsyncIterator[memoryview]:
+    for piece in pieces_of(body):
+        yield piece
