@@ -326,13 +326,11 @@ class EtcdMembership:
         """Take changes of the watch. Each says that the members have changed, also where a view has them already."""
         if self._has_gone_back:
             return
-        members = dict(self._members)
         newest = changes[-1].revision
-        for change in changes:
-            if change.revision > self._view.number:
-                members.pop(change.key.removeprefix(self._members_prefix), None)
-                if change.value is not None:
-                    members |= _members_of([(change.key, change.value)])
+        last = {change.key: change.value for change in changes if change.revision > self._view.number}
+        names = {key.removeprefix(self._members_prefix) for key in last}
+        members = {name: member for name, member in self._members.items() if name not in names}
+        members |= _members_of((key, value) for key, value in last.items() if value is not None)
         self._seen = max(self._seen, newest)
         is_told = self._set(members, max(newest, self._view.number))
         if not is_told and newest > self._told_at:
@@ -361,7 +359,7 @@ class EtcdMembership:
 
 
 def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
-    """The members by name; entries that are none are told and passed over."""
+    """The members by name; entries that are none are passed over, and told in one line."""
     members: dict[str, Member] = {}
     bad: list[str] = []
     for key, value in entries:

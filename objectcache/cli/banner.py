@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class Started:
     transports: Sequence[str]
     access_keys: Sequence[str]
     keys_from: str
+    credentials: str | None = None
+    """The directory whose credentials.json has the keys; None where they come from elsewhere."""
     link_bytes_per_s: float | None = None
     compression: str = ""
 
@@ -40,6 +43,7 @@ def banner(started: Started) -> str:
         else (f"{format_bytes(started.used_bytes)}, no bound; {format_bytes(started.free_bytes)} free")
     )
     keys = ", ".join(started.access_keys[:3]) + (" …" if len(started.access_keys) > 3 else "")
+    key_option = "" if started.credentials is None else f" --credentials {shlex.quote(started.credentials)}"
     link = "not paced" if started.link_bytes_per_s is None else f"{started.link_bytes_per_s * 1e-9:.3g} GB/s"
     rows = [
         ("version", __version__),
@@ -51,7 +55,7 @@ def banner(started: Started) -> str:
         ("link", link),
         ("access key", f"{keys} ({started.keys_from})"),
         ("page", f"{started.url}/{SERVICE_PREFIX}/"),
-        ("next", f"objectcache status {started.url}"),
+        ("next", f"objectcache status {started.url}{key_option}"),
     ]
     return "\n".join(f"  {name:<12}{text}" for name, text in rows)
 

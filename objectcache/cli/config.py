@@ -6,6 +6,7 @@ in a file only its owner can read.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
@@ -14,7 +15,7 @@ import secrets
 import string
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -163,16 +164,14 @@ def load_credentials(config: Config, environment: Mapping[str, str], file: Path)
     if config.credentials:
         if twice := twice_in(each.access_key for each in config.credentials):
             raise ConfigError(f"[[credentials]]: access_key {twice} appears twice")
+        _tell_unknown(file, {each.access_key for each in config.credentials}, "[[credentials]] of the configuration")
         return [Credential(c.access_key, c.secret_key, c.buckets, c.actions) for c in config.credentials]
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
     if access_key and secret_key:
+        _tell_unknown(file, {access_key}, "AWS_ACCESS_KEY_ID")
         return [Credential(access_key, secret_key)]
     if file.exists():
-        try:
-            stored = json.loads(file.read_text())
-            return [Credential(stored["access_key"], stored["secret_key"])]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file} is not a credentials file; remove it to have a new one made") from None
+        return [_stored_credential(file)]
     letters = string.ascii_uppercase + string.digits
     access_key = "OC" + "".join(secrets.choice(letters) for _ in range(18))
     secret_key = secrets.token_urlsafe(30)
@@ -183,6 +182,25 @@ def load_credentials(config: Config, environment: Mapping[str, str], file: Path)
         flush=True,
     )
     return [Credential(access_key, secret_key)]
+
+
+def _stored_credential(file: Path) -> Credential:
+    try:
+        stored = json.loads(file.read_text())
+        return Credential(stored["access_key"], stored["secret_key"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is not a credentials file; remove it to have a new one made") from None
+
+
+def _tell_unknown(file: Path, known: Set[str], others: str) -> None:
+    """Warn where the key of an earlier start is none any more: whoever has it is refused from now on."""
+    with contextlib.suppress(ConfigError, OSError):
+        key = _stored_credential(file).access_key
+        if key not in known:
+            _log.warning(
+                "the access key %s of %s is not known any more, because the keys are those of %s; name it there, too,"
+                " if it is still in use", key, file, others,
+            )  # fmt: skip
 
 
 def credentials_from(config: Config, environment: Mapping[str, str], file: Path) -> str:

@@ -122,6 +122,7 @@ def _refusals_told(endpoint: str) -> Iterator[None]:
 def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
     """boto3's client of the server. Raises what `asked` raises."""
     import boto3
+    from boto3.exceptions import S3UploadFailedError
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, SSLError
 
@@ -136,7 +137,12 @@ def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
         config=Config(s3={"addressing_style": "path"}, retries={"max_attempts": 2}, connect_timeout=ANSWER_S),
     )
     try:
-        yield s3
+        try:
+            yield s3
+        except S3UploadFailedError as error:  # it wraps the error that says more
+            raise (error.__context__ or error) from None
+    except S3UploadFailedError as error:
+        raise NoServerError(f"{endpoint} refuses: {error}") from None
     except ClientError as error:
         answer = error.response.get("Error", {})
         what = (

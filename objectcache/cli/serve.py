@@ -195,6 +195,9 @@ class Together:
             + ["http"],
             access_keys=[each.access_key for each in self._first_credentials],
             keys_from=keys_from,
+            credentials=str(settings.data_dir)
+            if keys_from == f"from {settings.data_dir / 'credentials.json'}"
+            else None,
             link_bytes_per_s=scheduler.link_bytes_per_s,
             compression=told(settings.compression),
         )

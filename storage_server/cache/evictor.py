@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
 from itertools import groupby
@@ -120,7 +120,9 @@ class Evictor(Watcher):
                 self._whole = self._made(each)
             else:
                 self._caches = {**self._caches, each.bucket: self._made(each)}
-        self._configured = frozenset(self._caches)
+        self._configured = {each.bucket: each for each in caches if each.bucket is not None}
+        self._sizes_declared: dict[str, int | None] = {}
+        """Those of configured caches whose settings have no size."""
         self._news: deque[KeyChange | _Asked] = deque()
         self._held_news: deque[KeyChange | _Asked] = deque()
         """Those of before `_news` that wait until the books are restored."""
@@ -189,9 +191,16 @@ class Evictor(Watcher):
 
     def _declare(self, bucket: str, declared: BucketCache | None) -> None:
         """Note that a bucket was created as a cache; None: as none, or deleted. Settings that name it hold in any case,
-        and where the directory is a cache as a whole, no bucket is one by itself.
+        but for the size where they say none. Where the directory is a cache as a whole, no bucket is one by itself.
         """
-        if self._whole is not None or bucket in self._configured:
+        settings = self._configured.get(bucket)
+        if self._whole is not None or (settings is not None and settings.capacity_bytes is not None):
+            return
+        if settings is not None:
+            size = None if declared is None else declared.capacity_bytes
+            if size != self._sizes_declared.get(bucket):
+                self._sizes_declared[bucket] = size
+                self._caches = {**self._caches, bucket: self._made(replace(settings, capacity_bytes=size))}
             return
         caches = {name: cache for name, cache in self._caches.items() if name != bucket}
         if declared is not None:

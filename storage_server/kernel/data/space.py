@@ -514,5 +514,7 @@ class Bound:
         if limit_bytes is None or nbytes <= limit_bytes:
             self._refused_at_s = asyncio.get_running_loop().time()
         limit = "" if limit_bytes is None else f", which has {format_bytes(limit_bytes)}"
-        problem = f"no room for {nbytes} bytes in {self._what}{limit}: {self._remedy}"
+        is_too_large = limit_bytes is not None and nbytes > limit_bytes
+        remedy = "it is smaller than the object; raise its bound" if is_too_large else self._remedy
+        problem = f"no room for {nbytes} bytes in {self._what}{limit}: {remedy}"
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)
