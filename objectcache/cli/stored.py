@@ -214,8 +214,12 @@ def run_put(options: argparse.Namespace) -> int:
         place = Place(place.bucket, place.key + options.file.name)
     nbytes = options.file.stat().st_size
     with asked_s3(options) as s3:
+        from boto3.s3.transfer import TransferConfig
+
+        # with threads, awscrt prints a traceback for each part that is ended because another one was refused
+        one_by_one = TransferConfig(use_threads=False)
         with progress_bar(nbytes, place.key) as advance:
-            s3.upload_file(str(options.file), place.bucket, place.key, Callback=advance)
+            s3.upload_file(str(options.file), place.bucket, place.key, Callback=advance, Config=one_by_one)
         told(options.json, {"bytes": nbytes}, [f"{place.bucket}/{place.key}: {format_bytes(nbytes)}"])
     return 0
 

@@ -334,6 +334,25 @@ async def test_a_server_ends_also_where_uses_cannot_be_written_down(
         assert await get(storage, "cached", "key") == content("key")
 
 
+async def test_a_cache_without_a_size_in_the_settings_keeps_the_one_that_it_was_made_with(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path, caches=()) as storage:
+        await storage.objects.create_bucket(KEY, "asked", BucketCache(CAPACITY_BYTES))
+    for said_bytes, bytes_then in ((None, CAPACITY_BYTES), (2 * CAPACITY_BYTES, 2 * CAPACITY_BYTES)):
+        settings = (CacheSettings("asked", said_bytes), CacheSettings("cached", CAPACITY_BYTES))
+        async with opened(tmp_path, caches=settings) as storage:
+            assert storage.store.evictor.capacities()["asked"] == bytes_then
+            await put(storage, "asked", "chunk")
+            assert len(await keys_of(storage, "asked")) == 1
+    async with opened(tmp_path, caches=(CacheSettings("asked"),)) as storage:
+        for key in await keys_of(storage, "asked"):
+            await storage.objects.delete_object(KEY, "asked", key)
+        await storage.objects.delete_bucket(KEY, "asked")
+        await storage.objects.create_bucket(KEY, "asked")
+        assert storage.store.evictor.capacities()["asked"] != CAPACITY_BYTES
+
+
 async def test_a_bucket_that_a_client_makes_as_a_cache_is_one_from_its_first_object_on(tmp_path: Path) -> None:
     """Also after a restart, until it is deleted; a bucket of its name is then what it is made as."""
     async with opened(tmp_path, caches=()) as storage:

@@ -59,6 +59,21 @@ def test_an_access_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         load_credentials(load_config(file), {}, tmp_path / "credentials.json")
 
 
+def test_a_start_without_the_key_of_before_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever adds a tenant, and does not name the first one, locks the first one out."""
+    kept, file = tmp_path / "credentials.json", tmp_path / "config.toml"
+    (first,) = load_credentials(load_config(None), {}, kept)
+    file.write_text(f"[[credentials]]\naccess_key = 'AAA'\n{SECRET}\n")
+    load_credentials(load_config(file), {}, kept)
+    assert f"the access key {first.access_key} of {kept} is not known any more" in caplog.text
+    caplog.clear()
+    file.write_text(
+        f"[[credentials]]\naccess_key = 'AAA'\n{SECRET}\n[[credentials]]\naccess_key = '{first.access_key}'\n{SECRET}\n"
+    )
+    load_credentials(load_config(file), {}, kept)
+    assert not caplog.text
+
+
 def test_a_tenant_that_nobody_is_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(f"[[credentials]]\naccess_key = 'TEAM'\n{SECRET}\n[[tenants]]\naccess_key = 'TEAMS'\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,4 +98,6 @@ def test_a_start_says_whose_key_it_uses_what_it_keeps_and_what_to_type() -> None
     assert "none: nothing is ever evicted (--cache BUCKET makes one)" in text
     assert "A, B, C … (from /d/c.json)" in text
     assert text.splitlines()[-2].split(maxsplit=1)[1] == "http://h:9000/_objectcache/"
-    assert text.splitlines()[-1].split(maxsplit=1)[1].startswith("objectcache status http://h:9000")
+    assert text.splitlines()[-1].split(maxsplit=1)[1] == "objectcache status http://h:9000"
+    typed = banner(replace(started, credentials="my data")).splitlines()[-1]
+    assert typed.endswith("objectcache status http://h:9000 --credentials 'my data'")
