@@ -8,6 +8,7 @@ from fractions import Fraction
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+TIB = 1 << 40
 
 
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?) {0,4}([kmgtp]?)(i?)b?", re.IGNORECASE | re.ASCII)
@@ -36,7 +37,7 @@ def gbps_from_bytes_per_s(rate_bytes_per_s: float) -> float:
 
 def format_bytes(nbytes: int) -> str:
     """Bytes for people, in binary units."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"

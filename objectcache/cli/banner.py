@@ -65,7 +65,12 @@ def _caches(started: Started) -> str:
         return "all buckets: chunks leave ahead of others, and the service upstream keeps them"
     if not started.caches:
         return "none: nothing is ever evicted (--cache BUCKET makes one)"
-    sizes = (
-        f"{name} ({'as the directory' if nbytes is None else format_bytes(nbytes)})" for name, nbytes in started.caches
-    )
-    return ", ".join(sizes)
+    return ", ".join(f"{name} ({_size_told(nbytes, started)})" for name, nbytes in started.caches)
+
+
+def _size_told(nbytes: int | None, started: Started) -> str:
+    if nbytes is None:
+        return "as the directory"
+    there_bytes = started.used_bytes + started.free_bytes
+    few = f", of which the file system has {format_bytes(there_bytes)}" if nbytes > there_bytes else ""
+    return format_bytes(nbytes) + few

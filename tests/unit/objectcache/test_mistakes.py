@@ -111,7 +111,7 @@ def test_a_command_that_is_wrong_is_told_in_a_line(
 
 
 def test_memory_that_cannot_be_had_is_told_with_its_size() -> None:
-    with pytest.raises(OSError, match=r"8\.389e\+06 GiB of memory cannot be had"):
+    with pytest.raises(OSError, match=r"8192 TiB of memory cannot be had"):
         PrivateArea(2**53)
 
 

@@ -99,5 +99,7 @@ def test_a_start_says_whose_key_it_uses_what_it_keeps_and_what_to_type() -> None
     assert "A, B, C … (from /d/c.json)" in text
     assert text.splitlines()[-2].split(maxsplit=1)[1] == "http://h:9000/_objectcache/"
     assert text.splitlines()[-1].split(maxsplit=1)[1] == "objectcache status http://h:9000"
+    large = banner(replace(started, caches=(("kv", 2**50),)))
+    assert "kv (1024 TiB, of which the file system has 1 TiB)" in large
     typed = banner(replace(started, credentials="my data")).splitlines()[-1]
     assert typed.endswith("objectcache status http://h:9000 --credentials 'my data'")
