@@ -101,7 +101,7 @@ def check_bucket_name(bucket: str) -> None:
     if not _BUCKET.match(bucket) or ".." in bucket or ".-" in bucket or "-." in bucket:
         raise CallerError(
             ErrorCode.INVALID_BUCKET_NAME,
-            "3 to 63 of a-z 0-9 . -, starting and ending with a letter or digit",
+            "a bucket's name has 3 to 63 of a-z 0-9 . -, starting and ending with a letter or digit",
             field="bucket",
         )
 

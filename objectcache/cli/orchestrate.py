@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,6 +151,12 @@ def explain_request(options: argparse.Namespace) -> int:
         with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
             receipt = json.loads(answer.read(RECEIPT_BYTES_MAX))
             lines = receipt_lines(receipt)
+    except urllib.error.HTTPError as error:
+        print(printable(f"objectcache: {options.url}: {error}"), file=sys.stderr)
+        return 1
+    except urllib.error.URLError as error:
+        print(printable(f"objectcache: no orchestrator at {options.url}: {error.reason}"), file=sys.stderr)
+        return 1
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         print(printable(f"objectcache: {options.url}: {error}"), file=sys.stderr)
         return 1

@@ -118,6 +118,10 @@ def _refusals_told(endpoint: str) -> Iterator[None]:
         raise NoServerError(f"{endpoint} refuses: {said(error)}") from None
 
 
+WITHOUT_BODY = {"404": "there is no such bucket or object", "403": "this access key may not, or its secret is another"}
+"""Answers to HEAD have no body that says more."""
+
+
 @contextmanager
 def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
     """boto3's client of the server. Raises what `asked` raises."""
@@ -145,11 +149,7 @@ def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
         raise NoServerError(f"{endpoint} refuses: {error}") from None
     except ClientError as error:
         answer = error.response.get("Error", {})
-        what = (
-            "there is no such bucket or object"
-            if answer.get("Code") == "404"
-            else f"{answer.get('Code')}: {answer.get('Message')}"
-        )
+        what = WITHOUT_BODY.get(answer.get("Code", ""), f"{answer.get('Code')}: {answer.get('Message')}")
         raise NoServerError(f"{endpoint} refuses: {what}") from None
     except SSLError as error:
         reason = f"TLS fails: {CA_BUNDLE} names the PEM file of its CA" if "VERIFY" in str(error) else str(error)
