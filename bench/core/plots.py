@@ -81,7 +81,7 @@ def draw(how: Chart, rows: Sequence[Row], title: str, path: Path) -> None:
                 axes.set_xlabel(how.value_title if how.kind is Kind.LYING else how.across_title)
             if how.kind is not Kind.LYING:
                 row_axes[0].set_ylabel(how.value_title)
-        if len(series) > 1:
+        if len(series) > 1 and how.kind is not Kind.LYING:
             shared_legend(grid, "outside right center")
 
 
@@ -91,8 +91,11 @@ def _ratios(how: Chart, heights: list[int]) -> list[int] | None:
 
 def _panel(axes: Axes, how: Chart, rows: Sequence[Row], series: Sequence[str]) -> None:
     if how.kind is Kind.LYING:
+        names = [[str(_of(what, each)) for what in (how.across, how.series) if _of(what, each)] for each in rows]
         colors = None if how.color is None else [how.color(each) for each in rows]
-        bars = draw_rows(axes, [str(_of(how.across, each)) for each in rows], _spreads(how, rows), color=colors)
+        if len(series) > 1:
+            colors = [f"C{series.index(_of(how.series, each))}" for each in rows]
+        bars = draw_rows(axes, [": ".join(name) for name in names], _spreads(how, rows), color=colors)
         axes.bar_label(bars, fmt="%.3g", padding=4, fontsize=7)
         axes.tick_params(labelsize=7)
         axes.margins(x=0.1)

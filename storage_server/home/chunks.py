@@ -105,7 +105,7 @@ class UpstreamChunks:
                 is_long=len(keys) + sum(len(each) for each in found if each) > HERE_ITEMS_MAX,
             )
             await objects.reserve(memory, len(usable), layout.chunk_bytes)
-            await objects.fill_checksums(bucket, keys, usable)
+            await objects.fill_checksums(bucket, keys, usable, layout.chunk_bytes)
             return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
 
         async with objects.reserving() as memory, pinned(self._cache.files, find) as (chunks, extents):

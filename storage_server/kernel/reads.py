@@ -210,7 +210,7 @@ class Reads:
                 is_long=len(keys) + extent_count > HERE_ITEMS_MAX,
             )
             await self.reserve(held, len(usable), chunk_bytes)
-            await self.fill_checksums(bucket, keys, usable)
+            await self.fill_checksums(bucket, keys, usable, chunk_bytes)
             return usable, list(chain.from_iterable(usable))
 
         async with self.reserving() as held, pinned(self._files, find) as (chunks, _):
@@ -232,11 +232,15 @@ class Reads:
         if nbytes > CHECKSUMS_HERE_BYTES:
             await held.at_least(nbytes)
 
-    async def fill_checksums(self, bucket: str, keys: Sequence[str], usable: list[list[Extent]]) -> None:
+    async def fill_checksums(
+        self, bucket: str, keys: Sequence[str], usable: list[list[Extent]], chunk_bytes: int
+    ) -> None:
         """Bring the checksums of the chunks that came without them, in parts of bounded bytes.
 
         Raises ServerError(SlowDown) where a chunk has changed meanwhile.
         """
+        if chunk_bytes <= queries.CHECKED_EXTENT_BYTES_MAX:
+            return
         lacking = await computed(
             lambda: [at for at, chunk in enumerate(usable) if not all(extent.has_checksums for extent in chunk)],
             is_long=len(usable) > HERE_ITEMS_MAX,
