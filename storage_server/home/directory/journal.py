@@ -76,11 +76,13 @@ class OwnJournal:
         """Where the next frame begins."""
         self._is_doubtful = False
 
-    def open(self, generation: int, position: int) -> None:
+    def open(self, generation: int, position: int, coming: tuple[int, int] = (0, 0)) -> None:
         """Open the newest generation, or make the first one, and cut a torn frame off. Of `generation` all up to
-        `position` is known to be good. Where nothing is known of a journal that is there (the index was lost), a torn
+        `position` is known to be good, and of a generation that may have come to count since, what `coming` says.
+        Where nothing is known of a journal that is there (the index was lost), a torn
         frame is refused: what lies behind a damaged length may be good.
         """
+        self.close()
         self.generation = newest(self._folder) or 1
         place = _place(self._folder, self.generation)
         self._fd = place.open(os.O_RDWR | os.O_CREAT)
@@ -88,7 +90,7 @@ class OwnJournal:
         for name in self._folder.names():  # what a crash has left of a rewrite
             if name != place.name and _NAME.match(name.removesuffix(".new")):
                 self._disk.unlink(self._folder / name)
-        self.end = position if self.generation == generation else 0
+        self.end = {coming[0]: coming[1], generation: position}.get(self.generation, 0)
         self._find_end(may_cut=self.end > 0 or not generation)
 
     def find_end_again(self) -> None:
@@ -143,9 +145,15 @@ class OwnJournal:
         try:
             self.add(rewrite, frames)
         except BaseException:
-            rewrite.close()
+            self.give_up(rewrite)
             raise
         return rewrite
+
+    def give_up(self, rewrite: Rewrite) -> None:
+        """Close it, and delete it where it has not come to count."""
+        rewrite.close()
+        with contextlib.suppress(OSError):  # the next time
+            self._disk.unlink(rewrite.place)
 
     def add(self, rewrite: Rewrite, frames: Iterable[bytes]) -> None:
         """Write more frames into it. May be called from any thread, one at a time."""

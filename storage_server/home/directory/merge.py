@@ -34,6 +34,8 @@ TABLES = (
 FORGOTTEN_ROWS = 2_000
 """So many rows go in one change, which others wait for."""
 _ORDER: dict[TouchedKind, int] = {"object": 0, "part": 1, "upload": 2, "bucket": 3}
+_ORDER_BACK: dict[TouchedKind, int] = {"object": 0, "upload": 1, "part": 2, "bucket": 3}
+"""Parts come behind the upload that comes back."""
 _BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
 
 
@@ -52,6 +54,18 @@ def positions(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
 def note_position(db: sqlite3.Connection, writer: str, generation: int, position: int) -> None:
     """This far the journal is applied."""
     db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (writer, generation, position))
+
+
+def note_coming(db: sqlite3.Connection, generation: int, end: int) -> None:
+    """The own journal's next generation is whole up to `end` when it counts. A torn frame behind that is no damage."""
+    meta = [("journal_coming_generation", generation), ("journal_coming_end", end)]
+    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
+
+
+def coming(db: sqlite3.Connection) -> tuple[int, int]:
+    """What `note_coming` has noted last; zeros where it has not."""
+    found = dict(db.execute("SELECT name, value FROM meta WHERE name LIKE 'journal_coming_%'").fetchall())
+    return found.get("journal_coming_generation", 0), found.get("journal_coming_end", 0)
 
 
 def last_stamp(db: sqlite3.Connection) -> int:
@@ -78,14 +92,19 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
 
 def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[Record]:
     """Records that take others back which the own journal has and the index has not: what `db`, a connection that sees
-    the index before them, shows of their things. A stamp is one above that of the record that is taken back, so what
-    other servers change meanwhile wins.
+    the index before them, shows of their things, and of the parts of their uploads, which end with an upload. A stamp
+    is one above that of the record that is taken back, so what other servers change meanwhile wins.
     """
-    found = list[Record]()
+    found = dict[Touched, Record]()
     for record in records:
-        row, bodies = _shown_rows(db, record.about)
-        found.append(Record(record.about, record.stamp + 1, row, bodies))
-    return sorted(found, key=lambda record: _ORDER[record.about.kind])
+        about, stamp = record.about, record.stamp + 1
+        row, bodies = _shown_rows(db, about)
+        found[about] = Record(about, stamp, row, bodies)
+        if about.kind == "upload" and row is not None:
+            for body in _bodies(db, _upload_version(db, about.name)):
+                part = Touched("part", about.name, str(body.part_number))
+                found[part] = Record(part, stamp, (), (body,))
+    return sorted(found.values(), key=lambda record: _ORDER_BACK[record.about.kind])
 
 
 def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record], now_s: float) -> None:

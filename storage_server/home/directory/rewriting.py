@@ -11,7 +11,6 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,15 +56,19 @@ class Rewriting:
         self._journal = journal
         self._committer = committer
         self._io = io
-        self._tail: dict[Touched, None] | None = None
-        """What the journal has taken since the snapshot; None while nothing is written anew."""
+        self._tail: list[Touched] | None = None
+        """What the journal has taken since the snapshot; None while nothing is written anew. Only `run` shortens it,
+        because a change may be carried out several times.
+        """
+        self._noted_count = 0
+        """How many of the tail are noted as of the new generation."""
         self._snapshot: sqlite3.Connection | None = None
         self._finished: _Finished | None = None
 
     def note(self, records: Iterable[Record]) -> None:
         """The journal has taken these. Called in the committer's thread."""
         if self._tail is not None:
-            self._tail.update((record.about, None) for record in records)
+            self._tail += [record.about for record in records]
 
     async def run(self) -> bool:
         """Write the journal anew; whether that worked."""
@@ -74,10 +77,14 @@ class Rewriting:
             if self._snapshot is None:
                 return False
             rewrite, kept = await self._io.run(partial(self._write, self._snapshot))
-            with closing(rewrite):
+            try:
                 await self._mark(rewrite, kept)
                 position = await self._shorten_tail(rewrite, position)
+                coming = partial(merge.note_coming, generation=rewrite.generation + 1, end=rewrite.end)
+                await self._committer.commit(lambda tx: coming(tx.db), frees=True)
                 await self._committer.commit(partial(self._finish, rewrite=rewrite, position=position), frees=True)
+            finally:
+                self._journal.give_up(rewrite)
         except (OSError, BadRecordError, ServerError) as error:
             _log.warning("the journal of the shared directory could not be written anew: %s", error)
             return False
@@ -91,9 +98,10 @@ class Rewriting:
         copied.
         """
         for _ in range(TAIL_ROUNDS_MAX):
-            end, taken = await self._committer.commit(self._take, frees=True)
+            end, taken = await self._committer.commit(self._taken, frees=True)
             await self._io.run(partial(self._copy, rewrite, position, end))
             await self._mark(rewrite, taken)
+            self._noted_count += len(taken)
             position = end
             if len(taken) <= TAIL_FEW:
                 break
@@ -115,7 +123,7 @@ class Rewriting:
         self._drop_snapshot()
         snapshot = self._committed()
         if snapshot is not None:
-            self._tail, self._snapshot = {}, snapshot
+            self._tail, self._noted_count, self._snapshot = [], 0, snapshot
         return self._journal.end
 
     def _committed(self) -> sqlite3.Connection | None:
@@ -146,10 +154,9 @@ class Rewriting:
     def _copy(self, rewrite: Rewrite, start: int, end: int) -> None:
         self._journal.add(rewrite, self._journal.tail(start, end))
 
-    def _take(self, tx: Transaction) -> tuple[int, list[Touched]]:
-        """How far the journal is now, and what it has taken up to there."""
-        taken, self._tail = list(self._tail or ()), {}
-        return self._journal.end, taken
+    def _taken(self, tx: Transaction) -> tuple[int, list[Touched]]:
+        """How far the journal is now, and what it has taken up to there that is not noted yet."""
+        return self._journal.end, (self._tail or [])[self._noted_count :]
 
     async def _mark(self, rewrite: Rewrite, abouts: list[Touched]) -> None:
         """Note before it counts what the new generation has: a kill between the two must not make it look older."""
@@ -165,7 +172,7 @@ class Rewriting:
         if committed is None:
             raise OSError(errno.EAGAIN, "the index does not have all of the journal")
         committed.close()
-        _, taken = self._take(tx)
+        _, taken = self._taken(tx)
         self._copy(rewrite, position, self._journal.end)
         self._journal.finish_rewrite(rewrite)
         self._finished = _Finished(self._journal.generation, self._journal.end, taken)

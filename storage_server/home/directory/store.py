@@ -61,6 +61,7 @@ from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.schema import connect_current
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import Objects
+from storage_server.kernel.rules.rows import Touched
 from storage_server.kernel.upkeep.lifecycle import Lifecycle
 from storage_server.kernel.uploads import Uploads
 from storage_server.kernel.watcher import Watcher
@@ -74,6 +75,8 @@ LONG_S = 2.0
 REWRITE_BYTES_MIN = 4 << 20
 REWRITE_GROWTH = 2
 """A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
+REWRITE_PAUSE_S = 300.0
+"""So long after a rewrite that failed the next one is tried."""
 RETIRED_CHECK_S = 3600.0
 _SLOW = "the shared directory answers too slowly"
 _log = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class SharedDirectory:
         self.files.start()
         self._journal = OwnJournal(self._folder, disk)
         self._rewritten_bytes = 0
+        self._rewrite_from_s = float("-inf")
         self._reserve = Reserve(self._folder)
         self._checked_retired_s = float("-inf")
         self._clock = StampClock(self.files.now_s, 0)
@@ -218,8 +222,15 @@ class SharedDirectory:
         writer = self._membership.writer
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         self._clock.observe(merge.last_stamp(tx.db))
-        self._journal.open(generation, position)
+        self._journal.open(generation, position, merge.coming(tx.db))
         self.catch_up(tx)
+
+    def check(self, tx: Transaction, touched: Sequence[Touched]) -> None:
+        """Refuse a change that names files of others while the journals were not all read lately. Raises ServerError;
+        the change alone is undone.
+        """
+        if touched and not self._are_read_lately():
+            self._require_read_journals(self._others(file_ids(merge.collected(tx.db, touched, 0))))
 
     def append_to_journal(self, tx: Transaction) -> None:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
@@ -230,7 +241,7 @@ class SharedDirectory:
         except ClockError as error:
             raise ServerError(ErrorCode.INTERNAL_ERROR, f"the shared directory: {error}", retryable=True) from error
         named = file_ids(records)
-        others = {file_id for file_id in named if writer_of(file_id) != self._membership.writer}
+        others = self._others(named)
         self._require_read_journals(others)
         if not all(self.files.place(file_id).exists() for file_id in named - others):
             problem = "the shared directory has not the file that was written: is its file system mounted?"
@@ -287,7 +298,13 @@ class SharedDirectory:
         last row went, unless it has read a record that names the file. So the rows that this record is made from must
         come from a whole read of all journals in the last half of that time.
         """
-        return not others or time.monotonic() - self.following.whole_s <= GRACE_S / 2
+        return not others or self._are_read_lately()
+
+    def _are_read_lately(self) -> bool:
+        return time.monotonic() - self.following.whole_s <= GRACE_S / 2
+
+    def _others(self, file_ids: set[str]) -> set[str]:
+        return {file_id for file_id in file_ids if writer_of(file_id) != self._membership.writer}
 
     def _require_read_journals(self, others: set[str]) -> None:
         if not self._has_read_journals_lately(others):
@@ -365,6 +382,10 @@ class SharedDirectory:
         await self.committer.commit(lambda tx: self._reserve.keep(), frees=True)
         if journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return
+        if time.monotonic() < self._rewrite_from_s:
+            return
         if await self._rewriting.run():
             self._rewritten_bytes = journal.end
             await self.following.forget_older(self.writer, journal.generation)
+        else:
+            self._rewrite_from_s = time.monotonic() + REWRITE_PAUSE_S

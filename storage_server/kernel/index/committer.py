@@ -35,7 +35,7 @@ from storage_server.kernel.index.reserve import Reserve
 from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shrink
 from storage_server.kernel.index.transaction import Transaction, version_counter
-from storage_server.kernel.rules.rows import KeyChange
+from storage_server.kernel.rules.rows import KeyChange, Touched
 from storage_server.planning.durability import Durability
 
 BATCH_MAX = 256
@@ -60,6 +60,9 @@ class SharedJournal(Protocol):
     def catch_up(self, tx: Transaction) -> None:
         """The transaction begins: carry out the changes that the journal has and this index has lost."""
 
+    def check(self, tx: Transaction, touched: Sequence[Touched]) -> None:
+        """One change was carried out, and touched these. A ServerError undoes that change alone."""
+
     def append_to_journal(self, tx: Transaction) -> None:
         """Write down the changes of the transaction, which are all made. It is committed next."""
 
@@ -76,6 +79,8 @@ class _Job:
     future: asyncio.Future[Any]
     frees: bool = False
     result: Any = None
+    failure: ServerError | None = None
+    """Why the change is not to be carried out: its bytes could not be written."""
     error: BaseException | None = None
     is_settled: bool = False
 
@@ -263,13 +268,13 @@ class Committer:
 
     def _carry_out(self, batch: list[_Job]) -> None:
         for job in batch:
-            job.error = _write(job.pending, self._disk)
+            job.failure = _write(job.pending, self._disk)
         if self._durability is Durability.STRICT:
-            written = [job for job in batch if job.pending is not None and job.error is None]
+            written = [job for job in batch if job.pending is not None and job.failure is None]
             failed = _sync({job.pending.file.file_id: job.pending.file for job in written if job.pending})
             for job in written:
                 if job.pending is not None:
-                    job.error = failed.get(job.pending.file.file_id)
+                    job.failure = failed.get(job.pending.file.file_id)
         else:
             self._keep_unsynced(batch)
         try:
@@ -316,7 +321,7 @@ class Committer:
             if not (is_full(error) and any(job.frees for job in batch) and self._reserve.give_up()):
                 raise
             for job in batch:
-                job.error = None if job.frees else job.error or index_error(error)
+                job.failure = job.failure or (None if job.frees else index_error(error))
             dead = self._transact(batch)
             self._shorten_log()
             return dead
@@ -334,8 +339,9 @@ class Committer:
             if self._journal is not None:
                 self._journal.catch_up(tx)
             for job in batch:
+                job.error = job.failure
                 if job.error is None:
-                    _carry_out_one(tx, job)
+                    self._carry_out_one(tx, job)
             if self._journal is not None:
                 self._journal.append_to_journal(tx)
             # This write also replaces what a failed commit may have left in the log, before the files it named go.
@@ -356,6 +362,25 @@ class Committer:
             self._mark(transactions)
         self._holes += holes
         return dead
+
+    def _carry_out_one(self, tx: Transaction, job: _Job) -> None:
+        """A change may be carried out several times: it changes nothing but `tx`."""
+        touched_count = len(tx.touched)
+        try:
+            with tx.step():
+                job.result = job.change(tx)
+                if self._journal is not None:
+                    self._journal.check(tx, tx.touched[touched_count:])
+            if job.pending is not None:
+                job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
+        except sqlite3.Error as error:
+            if is_full(error) or not tx.db.in_transaction:
+                raise  # the index takes no more changes, or SQLite rolled the whole transaction back
+            job.error = index_error(error)
+        except Exception as error:  # the change itself refuses: it has left no row
+            job.error = error
+            if job.pending is not None:
+                job.pending.may_be_named = False
 
     def _mark(self, transactions: int) -> None:
         """Record in the mark that the transaction is durable. An index without it is then known to be an old one."""
@@ -461,22 +486,6 @@ class Committer:
             if self._space.bound_bytes is not None:
                 self._space.measure()
                 self._space.freed()
-
-
-def _carry_out_one(tx: Transaction, job: _Job) -> None:
-    try:
-        with tx.step():
-            job.result = job.change(tx)
-        if job.pending is not None:
-            job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
-    except sqlite3.Error as error:
-        if is_full(error) or not tx.db.in_transaction:
-            raise  # the index takes no more changes, or SQLite rolled the whole transaction back
-        job.error = index_error(error)
-    except Exception as error:  # the change itself refuses: it has left no row
-        job.error = error
-        if job.pending is not None:
-            job.pending.may_be_named = False
 
 
 def _write(pending: Pending | None, disk: Disk) -> ServerError | None:
