@@ -34,6 +34,7 @@ from gateway.s3.request import S3Request, parse_target, without_chunk_coding
 from gateway.s3.routing import Operation, is_list_buckets, route
 from gateway.settings import GatewaySettings as GatewaySettings
 from gateway.trace import RequestTrace, TimedStorage, follow
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.limited_server import LimitedServer, gives_place_up
@@ -171,6 +172,7 @@ class Gateway:
             request, claim, credential, key = self._authenticated(request)
         operation = route(request)
         trace.operation, trace.access_key = operation.name.lower(), credential.access_key
+        CALLER.set(credential.access_key)
         if operation in LAYERWISE:
             _demand_signature(operation, claim)
         if claim.is_version_2 and operation not in _VERSION_2:

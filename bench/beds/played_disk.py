@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +46,8 @@ class PlayedDisk:
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self._source.matched(bucket, keys, lease_s, reader)
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        return await self._source.resolve(bucket, keys)
+    def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        return self._source.resolve(bucket, keys)
 
     @property
     def is_cut_off(self) -> bool:

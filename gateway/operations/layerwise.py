@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from aiohttp import web
@@ -65,7 +67,8 @@ async def layerwise_header(call: Call) -> web.StreamResponse:
 async def lookup(call: Call) -> web.StreamResponse:
     """POST /{bucket}?lookup: how many of these keys, from the first, are stored, and whether to load them."""
     request = await call.document(parse_lookup, DESCRIPTOR_BYTES_MAX)
-    answer = await call.storage.prefixes.lookup(call.access_key, call.request.bucket, request)
+    with _held_keys(call, request.chunk_keys):
+        answer = await call.storage.prefixes.lookup(call.access_key, call.request.bucket, request)
     call.trace.facts = {"chunks": len(request.chunk_keys), "matched": answer.matched}
     return web.Response(body=lookup_answer_body(answer), content_type="application/json")
 
@@ -104,6 +107,10 @@ async def cancel_request(call: Call) -> web.StreamResponse:
     return web.Response(status=204)
 
 
+def _held_keys(call: Call, keys: Sequence[str]) -> AbstractContextManager[None]:
+    return call.held(sum(map(len, keys)) + KEY_BYTES * len(keys))
+
+
 async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
     trace = call.trace
     trace.name(descriptor.request_id)
@@ -113,7 +120,7 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
         return {**_headers(start), TIMING_HEADER: timing_header(trace.timing())}
 
     sink = ResponseSink(call.http, head)
-    with call.held(sum(map(len, descriptor.chunk_keys)) + KEY_BYTES * descriptor.chunk_count):
+    with _held_keys(call, descriptor.chunk_keys):
         outcome = await call.storage.prefixes.deliver(call.access_key, call.request.bucket, descriptor, sink)
     trace.moved(outcome.moved)
     trace.facts = {

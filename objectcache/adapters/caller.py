@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -13,26 +13,29 @@ CALLER: ContextVar[str] = ContextVar("the access key that this task works for", 
 
 
 class CallerTurns:
-    """Up to `running_max` hold a turn at once. The callers that wait get theirs one after the other, each in its own
-    order. Used on one event loop.
+    """Up to `running_max` hold a turn at once, and of one caller up to `each_max`. The callers that wait get theirs one
+    after the other, each in its own order. Used on one event loop.
     """
 
-    def __init__(self, running_max: int) -> None:
+    def __init__(self, running_max: int, each_max: int | None = None) -> None:
         self._free = running_max
+        self._each_max = running_max if each_max is None else each_max
+        self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """By callers: the first one is next."""
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn for CALLER, and hold it until the block ends."""
-        if self._free:
-            self._free -= 1
+        caller = CALLER.get()
+        if self._free and self._running[caller] < self._each_max:
+            self._begin(caller)
         else:
-            await self._wait(CALLER.get())
+            await self._wait(caller)
         try:
             yield
         finally:
-            self._give_back()
+            self._end(caller)
 
     async def _wait(self, caller: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -41,16 +44,25 @@ class CallerTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give_back()
+                self._end(caller)
             raise
 
-    def _give_back(self) -> None:
-        while self._waiting:
-            caller, turns = self._waiting.popitem(last=False)
+    def _begin(self, caller: str) -> None:
+        self._free -= 1
+        self._running[caller] += 1
+
+    def _end(self, caller: str) -> None:
+        self._free += 1
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
+        able = (each for each in self._waiting if self._running[each] < self._each_max)
+        while (following := next(able, None)) is not None and self._free:
+            turns = self._waiting.pop(following)
             turn = turns.popleft()
             if turns:
-                self._waiting[caller] = turns
+                self._waiting[following] = turns
             if not turn.done():
+                self._begin(following)
                 turn.set_result(None)
-                return
-        self._free += 1
+            able = (each for each in self._waiting if self._running[each] < self._each_max)

@@ -175,14 +175,15 @@ class InPieces(BaseProtocol):
 
 
 class Answers(InPieces, ResponseHandler):
-    """A client's connection to somebody who may be hostile. More answers than ANSWERS_MAX to one request end it, those
-    to none included.
+    """A client's connection to somebody who may be hostile. More answers than ANSWERS_MAX to one request end it, and so
+    does an answer that nobody has asked for: the next request on the connection would take it for its own.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, turns: Turns) -> None:
         ResponseHandler.__init__(self, loop)
         self._waiting = Waiting(turns)
         self._answer_count = 0
+        self._is_answered = True
         self._length: int | None = None
         self._peer: object = None
 
@@ -206,8 +207,16 @@ class Answers(InPieces, ResponseHandler):
         return max(0, self._length - payload.total_bytes)
 
     def set_response_params(self, **params: Any) -> None:
-        self._answer_count, self._length = 0, None
+        self._answer_count, self._length, self._is_answered = 0, None, False
+        if self._waiting.data or self._buffer:
+            self._end_unasked()
         super().set_response_params(**params)
+
+    def _end_unasked(self) -> None:
+        self._waiting.data = b""
+        if self.transport is not None:
+            self.transport.abort()
+        self.set_exception(aiohttp.ServerDisconnectedError("an answer to no request"))
 
     def feed_data(self, data: Any, size: int = 0) -> None:
         """Take an answer's head."""
@@ -221,6 +230,10 @@ class Answers(InPieces, ResponseHandler):
             self.set_exception(aiohttp.ServerDisconnectedError("more answers than requests"))
             return
         message = data[0]
+        if self._is_answered:
+            self._end_unasked()
+            return
+        self._is_answered = message.code >= 200
         length = message.headers.get("Content-Length", "")
         is_plain = "Content-Encoding" not in message.headers and not message.chunked
         self._length = int(length) if is_plain and length.isascii() and length.isdecimal() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -15,8 +14,10 @@ HERE_BYTES_MAX = 64 * KIB
 """A document up to this size is parsed in less time than a hand-over to a thread takes."""
 HERE_ITEMS_MAX = 2_048
 """The event loop handles this many chunks or extents in a millisecond or two."""
-DEFAULT_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""The threads of an event loop's default executor, which has one queue for all (concurrent.futures)."""
+COMPUTED_AT_ONCE = 2
+"""Long work holds the interpreter's lock: more of it at once would only keep the event loop waiting longer. One caller
+has half.
+"""
 _T = TypeVar("_T")
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, CallerTurns] = WeakKeyDictionary()
 
@@ -28,17 +29,26 @@ async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
 
 async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
     """`work()`, in a thread where it is long, so that the event loop goes on. Callers take turns for the threads, so
-    that one's many large requests do not stand in front of another's. The work has ended when this returns, even when
-    its task is cancelled.
+    that one's many large requests do not stand in front of another's. Work that has begun has ended when this returns,
+    even when its task is cancelled. What is cancelled while it waits for its turn is never begun: see `carried_out`.
     """
     if not is_long:
         return work()
     loop = asyncio.get_running_loop()
     turns = _turns.get(loop)
     if turns is None:
-        turns = _turns[loop] = CallerTurns(DEFAULT_THREADS)
+        turns = _turns[loop] = CallerTurns(COMPUTED_AT_ONCE, COMPUTED_AT_ONCE // 2)
     async with turns.turn():
         return await to_end(loop.run_in_executor(None, work))
+
+
+async def carried_out(work: Callable[[], _T], *, is_long: bool) -> _T:
+    """`work()` as `computed` does it, without a turn: for work that gives something back, and must be done even when
+    its task is cancelled, and for work that waits for a lock.
+    """
+    if not is_long:
+        return work()
+    return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
 
 def in_parts(items: Sequence[_T]) -> Iterator[tuple[int, Sequence[_T]]]:

@@ -29,7 +29,7 @@ from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import Routed
 from objectcache.orchestrator.rules.kept_responses import response_id
 from objectcache.orchestrator.rules.media_type import media_type_of
-from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
+from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError, is_encodable
 from objectcache.orchestrator.rules.reading import document_of
 from objectcache.orchestrator.under_way import UnderWay, stopping
 
@@ -166,7 +166,7 @@ class Exchange:
 
 def forwarded_headers(headers: Mapping[str, str], request_id: str, authorization: str | None) -> dict[str, str]:
     """The headers that an engine gets: those of a client that mean the same everywhere, and our own."""
-    kept = {name: value for name, value in headers.items() if name.lower() in _SENT_ON}
+    kept = {name: value for name, value in headers.items() if name.lower() in _SENT_ON and is_encodable(value)}
     kept["X-Request-Id"] = request_id
     if authorization is not None:
         kept["Authorization"] = authorization

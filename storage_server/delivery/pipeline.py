@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -24,7 +24,7 @@ from descriptors.tracing import Phase
 from descriptors.units import KIB, MIB
 from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.phases import Phases, delivery_timing
-from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, in_parts, let_others_run, to_end
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from storage_server.agents.rules.agents import RegisteredAgent
 from storage_server.cache.dram import DramTier
 from storage_server.cache.rules.lent import Chunks, Lent, with_forms
@@ -191,12 +191,12 @@ class Pipeline:
 
     async def tiers(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> TierRuns:
         """Where these chunks, which are stored, lie for this reader. Nothing counts as used."""
-        found = await self._source.resolve(bucket, keys)
         tiers: list[Tier] = []
-        for start, part in in_parts(found):
-            await let_others_run(start)
-            async with self._turns.turn():
-                tiers += [self._tier(extents, reader) for extents in part]
+        async with aclosing(self._source.resolve(bucket, keys)) as parts:
+            async for part in parts:
+                async with self._turns.turn():
+                    tiers += [self._tier(extents, reader) for extents in part]
+                await asyncio.sleep(0)
         return runs_of(tiers)
 
     def _tier(self, extents: Sequence[Extent] | None, reader: Takes | None) -> Tier:

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -34,6 +34,7 @@ from storage_server.kernel.index import queries
 from storage_server.kernel.index.reader import pinned
 from storage_server.kernel.rules.reading import usable_prefix
 from storage_server.kernel.rules.rows import StoredObject
+from storage_server.kernel.shared_room import Held
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import Rows, SourceTable
@@ -85,7 +86,7 @@ class UpstreamChunks:
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             is_again = next(attempts) > 0
             since = self._cache.evictor.before_lookup()
-            found = await self.resolve(bucket, keys)
+            found = await self._found(bucket, keys, memory)
             await self._require_current(bucket, keys, found)
             absent = [index for index, extents in enumerate(found) if extents is None]
             if absent:
@@ -127,7 +128,10 @@ class UpstreamChunks:
         Where upstream does not answer, those are counted that are known without it.
         """
         since = self._cache.evictor.before_lookup()
-        found = await self.resolve(bucket, keys)
+        found: list[list[Extent] | None] = []
+        async with aclosing(self.resolve(bucket, keys)) as parts:
+            async for part in parts:  # where they lie is of no interest, and takes memory
+                found += [None if extents is None else [] for extents in part]
         for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
         low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
@@ -138,14 +142,28 @@ class UpstreamChunks:
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         return low
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """The extents of the chunks that the cache has."""
+        count = 0
         try:
-            return await self._cache.objects.resolve(bucket, keys)
+            async with aclosing(self._cache.objects.resolve(bucket, keys)) as parts:
+                async for part in parts:
+                    count += len(part)
+                    yield part
         except CallerError as error:
-            if error.code is ErrorCode.NO_SUCH_BUCKET:
-                return [None] * len(keys)
-            raise
+            if error.code is not ErrorCode.NO_SUCH_BUCKET:
+                raise
+            yield [None] * (len(keys) - count)
+
+    async def _found(self, bucket: str, keys: Sequence[str], memory: Held) -> list[list[Extent] | None]:
+        """The same at once, for a delivery that has room for the checksums."""
+        try:
+            found, _ = await self._cache.objects.found(bucket, keys, memory, takes_damaged=False)
+        except CallerError as error:
+            if error.code is not ErrorCode.NO_SUCH_BUCKET:
+                raise
+            return [None] * len(keys)
+        return found
 
     @property
     def is_cut_off(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import numpy as np
@@ -37,9 +37,9 @@ class EmbeddedChunks:
         """Count the leading keys that are stored; their extents are remembered for the descriptor that follows."""
         return await self._reads.matched(bucket, keys, lease_s, reader)
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """Look the chunks up in the index; damaged ones are not here."""
-        return await self._reads.resolve(bucket, keys)
+        return self._reads.resolve(bucket, keys)
 
     @property
     def is_cut_off(self) -> bool:

@@ -204,7 +204,7 @@ class Reads:
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
-            found, extent_count = await self._found(bucket, keys)
+            found, extent_count = await self.found(bucket, keys, held)
             usable = await computed(
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
                 is_long=len(keys) + extent_count > HERE_ITEMS_MAX,
@@ -225,12 +225,15 @@ class Reads:
         """Wait for the memory of so many chunks' checksums. Raises CallerError(InvalidRequest) where no caller may
         have so much, ServerError(SlowDown) where it does not become free.
         """
-        nbytes = 2 * chunk_count * checksum_bytes(chunk_bytes)
-        if nbytes > self._checksums.share:
-            most = self._checksums.share // (2 * WORD_BYTES) * BLOCK_BYTES
-            raise invalid("chunk_keys", f"these chunks have {chunk_count * chunk_bytes} bytes; one delivery has {most}")
-        if nbytes > CHECKSUMS_HERE_BYTES:
-            await held.at_least(nbytes)
+        await self._hold(held, chunk_count * checksum_bytes(chunk_bytes))
+
+    async def _hold(self, held: Held, checksums_bytes: int) -> None:
+        """A delivery has its checksums twice: as the index has them, and joined."""
+        if 2 * checksums_bytes > self._checksums.share:
+            nbytes, most = (each // WORD_BYTES * BLOCK_BYTES for each in (checksums_bytes, self._checksums.share // 2))
+            raise invalid("chunk_keys", f"these chunks have {nbytes} bytes; one delivery has at most {most}")
+        if checksums_bytes > CHECKSUMS_HERE_BYTES:
+            await held.at_least(2 * checksums_bytes)
 
     async def fill_checksums(
         self, bucket: str, keys: Sequence[str], usable: list[list[Extent]], chunk_bytes: int
@@ -257,30 +260,45 @@ class Reads:
                     raise ServerError(ErrorCode.SLOW_DOWN, f"chunk_keys[{at}] changes while it is read", retryable=True)
                 usable[at] = extents
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of each key's object; None where there is no chunk, or where its bytes are damaged.
-
-        Raises CallerError(InvalidRequest) where they lie in more than PREFIX_EXTENTS_MAX.
-        """
-        found, _ = await self._found(bucket, keys)
-        if not self.damaged.count:
-            return found
-        return [
-            None if extents is None or self.damaged.has(bucket, key, extents) else extents
-            for key, extents in zip(keys, found, strict=True)
-        ]
-
-    async def _found(self, bucket: str, keys: Sequence[str]) -> tuple[list[list[Extent] | None], int]:
-        """The extents of each key's object, None where there is no chunk; and how many they are together."""
-        found: list[list[Extent] | None] = []
-        count = 0
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        """The extents of each key's object, in parts; None where there is no chunk, or where its bytes are damaged."""
+        start = 0
         async with aclosing(self._in_parts(bucket, keys)) as parts:
             async for part in parts:
+                yield self._without_damaged(bucket, keys[start : start + len(part)], part)
+                start += len(part)
+
+    def _without_damaged(
+        self, bucket: str, keys: Sequence[str], part: list[list[Extent] | None]
+    ) -> list[list[Extent] | None]:
+        if not self.damaged.count:
+            return part
+        return [
+            None if extents is None or self.damaged.has(bucket, key, extents) else extents
+            for key, extents in zip(keys, part, strict=True)
+        ]
+
+    async def found(
+        self, bucket: str, keys: Sequence[str], held: Held, *, takes_damaged: bool = True
+    ) -> tuple[list[list[Extent] | None], int]:
+        """The extents of each key's object, None where there is no chunk; and how many they are together. `held` has
+        room for their checksums then.
+
+        Raises CallerError(InvalidRequest) where they lie in more than PREFIX_EXTENTS_MAX, or as `reserve` does.
+        """
+        found: list[list[Extent] | None] = []
+        count = nbytes = 0
+        async with aclosing(self._in_parts(bucket, keys) if takes_damaged else self.resolve(bucket, keys)) as parts:
+            async for part in parts:
                 found += part
-                count += sum(len(extents) for extents in part if extents is not None)
+                for extents in part:
+                    if extents is not None:
+                        count += len(extents)
+                        nbytes += sum([len(extent.checksums) for extent in extents])
                 if count > PREFIX_EXTENTS_MAX:
                     problem = f"these chunks have more than {PREFIX_EXTENTS_MAX} parts together: store each in one PUT"
                     raise invalid("chunk_keys", problem)
+                await self._hold(held, nbytes)
         return found, count
 
     async def _in_parts(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
@@ -294,7 +312,7 @@ class Reads:
                 await asyncio.sleep(0)
             async with self._turns.turn():
                 part = await self._resolve(bucket, keys[start : start + HERE_ITEMS_MAX])
-                yield part
+            yield part
             start += len(part)
 
     async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:

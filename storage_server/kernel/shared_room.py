@@ -1,11 +1,11 @@
 """SharedRoom: something that all requests share, such as memory. One caller never has more than its share of it, and
-those that wait for it come in the order in which they asked.
+callers that wait for it come in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.caller import CALLER
 
 PATIENCE_S = 10.0
+WAITING_MAX = 64
+"""So many requests of one caller wait; more are refused at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +34,8 @@ class SharedRoom:
         self.share = share
         self._free = total
         self._held: Counter[str] = Counter()
-        self._waiting: list[_Wish] = []
+        self._waiting: OrderedDict[str, deque[_Wish]] = OrderedDict()
+        """By callers: the first one is next."""
         self._problem = problem
 
     @asynccontextmanager
@@ -46,9 +49,14 @@ class SharedRoom:
                 self._give_back(held.caller, held.amount)
 
     async def take(self, caller: str, amount: int) -> None:
-        """Wait until so much is free, for the caller too. Raises ServerError(SlowDown) after PATIENCE_S."""
+        """Wait until so much is free, for the caller too. Raises ServerError(SlowDown) after PATIENCE_S, or where
+        WAITING_MAX of the caller's requests wait.
+        """
+        waiting = self._waiting.setdefault(caller, deque())
+        if len(waiting) >= WAITING_MAX:
+            raise ServerError(ErrorCode.SLOW_DOWN, self._problem, retryable=True)
         wish = _Wish(caller, amount, asyncio.get_running_loop().create_future())
-        self._waiting.append(wish)
+        waiting.append(wish)
         self._serve()
         if wish.granted.done():
             return
@@ -63,11 +71,19 @@ class SharedRoom:
             raise
 
     def _withdraw(self, wish: _Wish) -> None:
-        if wish in self._waiting:
-            self._waiting.remove(wish)
-            self._serve()
-        elif not wish.granted.cancelled():
+        if wish.granted.done() and not wish.granted.cancelled():
             self._give_back(wish.caller, wish.amount)
+            return
+        waiting = self._waiting.get(wish.caller)
+        if waiting is not None and wish in waiting:
+            self._drop(wish)
+            self._serve()
+
+    def _drop(self, wish: _Wish) -> None:
+        waiting = self._waiting[wish.caller]
+        waiting.remove(wish)
+        if not waiting:
+            del self._waiting[wish.caller]
 
     def _give_back(self, caller: str, amount: int) -> None:
         self._free += amount
@@ -77,21 +93,29 @@ class SharedRoom:
         self._serve()
 
     def _serve(self) -> None:
-        """Grant what fits. Who lacks only the room of others is waited for, so that small wishes never keep a large one
-        waiting for ever; who has its own share in use keeps nobody waiting.
+        """Grant what fits, to one caller after the other. Whoever lacks only the room of others is waited for, so that
+        small wishes never keep a large one waiting for ever; whoever has its own share in use keeps nobody waiting.
         """
-        for wish in list(self._waiting):
-            if wish.granted.cancelled():
-                self._waiting.remove(wish)
-                continue
-            if self._held[wish.caller] + wish.amount > self.share:
-                continue
-            if wish.amount > self._free:
-                return
-            self._waiting.remove(wish)
-            self._free -= wish.amount
-            self._held[wish.caller] += wish.amount
-            wish.granted.set_result(None)
+        is_granted = True
+        while is_granted:
+            is_granted = False
+            for caller in list(self._waiting):
+                wish = self._waiting[caller][0]
+                if wish.granted.cancelled():
+                    self._drop(wish)
+                    is_granted = True
+                    continue
+                if self._held[caller] + wish.amount > self.share:
+                    continue
+                if wish.amount > self._free:
+                    return
+                self._drop(wish)
+                if caller in self._waiting:
+                    self._waiting.move_to_end(caller)
+                self._free -= wish.amount
+                self._held[caller] += wish.amount
+                wish.granted.set_result(None)
+                is_granted = True
 
 
 @dataclass(slots=True)

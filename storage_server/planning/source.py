@@ -5,7 +5,7 @@ before another home. tests/contract/store/chunk_rules.py has the rules that ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -61,8 +61,10 @@ class ChunkSource(Protocol):
         evicted for `lease_s`, as far as the store has room for leases. Encoded chunks count if the reader takes them.
         """
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of each chunk that is here; None for the others. They are not pinned."""
+    def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        """The extents of each chunk that is here, in parts, None for the others. They are not pinned, and their
+        checksums may not be there.
+        """
 
     @property
     def is_cut_off(self) -> bool:

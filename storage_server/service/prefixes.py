@@ -93,16 +93,19 @@ class Prefixes:
 
     async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
         """Read every chunk from the descriptor's target and store it; the answer says which chunks failed."""
+        CALLER.set(access_key)
         return await self._transfers.put_chunks(access_key, bucket, descriptor)
 
     async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
         """Write an object into the client's memory."""
+        CALLER.set(access_key)
         return await self._transfers.get_into(access_key, request, token)
 
     async def put_object_from(
         self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
     ) -> ObjectStored:
         """Store an object out of the client's memory."""
+        CALLER.set(access_key)
         return await self._transfers.put_from(access_key, request, token, said)
 
     async def count_prefix(

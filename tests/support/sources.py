@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from descriptors.layout import ChunkLayout
 from storage_server.planning.block_checksums import BLOCK_BYTES
@@ -20,6 +21,12 @@ from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
 from storage_server.planning.source import ChunkSource, Outcome, Pins, RowFailure
+
+
+class Resolves(Protocol):
+    """A ChunkSource, or the reads of a store."""
+
+    def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]: ...
 
 
 class SourceWrapper:
@@ -36,8 +43,8 @@ class SourceWrapper:
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self.source.matched(bucket, keys, lease_s, reader)
 
-    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        return await self.source.resolve(bucket, keys)
+    def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        return self.source.resolve(bucket, keys)
 
     @property
     def is_cut_off(self) -> bool:
@@ -222,3 +229,8 @@ class DamagedSource(SourceWrapper):
                 failed_at, outcome = min(found)
                 return RowFailure(row_index, failed_at, outcome)
         return None
+
+
+async def resolved(source: Resolves, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    """All that `resolve` gives in parts."""
+    return [extents async for part in source.resolve(bucket, keys) for extents in part]

@@ -146,7 +146,8 @@ def _aggregated(folder: Path, bodies: Sequence[bytes], is_synced: bool) -> Steps
             written_s = time.monotonic() - started_s
             if is_synced:
                 return {"write_synced": written_s}
-            found = await store.objects.resolve(BUCKET, [str(index) for index in range(len(bodies))])
+            names = [str(index) for index in range(len(bodies))]
+            found = [extents async for part in store.objects.resolve(BUCKET, names) for extents in part]
 
             def read(index: int) -> Bytes:
                 buffer = np.empty(len(bodies[index]), dtype=np.uint8)

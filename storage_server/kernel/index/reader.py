@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.caller import CallerTurns
-from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, to_end
+from objectcache.adapters.threads import HERE_ITEMS_MAX, carried_out, to_end
 from storage_server.kernel.data.disk import disk_error
 from storage_server.kernel.data.extents import ExtentFiles, PinSet
 from storage_server.kernel.index.committer import index_error
@@ -80,13 +80,13 @@ async def pinned(
             before = files.punch_count
             found, extents = await find()
             is_long = files.waits or len(extents) > HERE_ITEMS_MAX
-            if await computed(partial(_kept, pins, extents, before), is_long=is_long):
+            if await carried_out(partial(_kept, pins, extents, before), is_long=is_long):
                 break
         else:
             raise ServerError(ErrorCode.SLOW_DOWN, "the object changes faster than it can be read", retryable=True)
         yield found, extents
     finally:
-        await computed(pins.release, is_long=pins.count > HERE_ITEMS_MAX)
+        await carried_out(pins.release, is_long=pins.count > HERE_ITEMS_MAX)
 
 
 def _kept(pins: PinSet, extents: Sequence[Extent], before: int) -> bool:

@@ -28,6 +28,7 @@ from storage_server.planning.plan import Payload, plan_delivery
 from storage_server.planning.rows import SourceTable, make_table
 from storage_server.planning.source import ChunkSource, RowFailure
 from tests.support.chunks import layer_of, make_chunks
+from tests.support.sources import resolved
 from tests.support.waiting import settled, until
 
 BUCKET = "chunks"
@@ -143,10 +144,10 @@ class ChunkSourceRules:
         async with stored.source.open_chunks(BUCKET, KEYS[:3], LAYOUT, prefix_only=False) as chunks:
             await read_payloads(stored.source, chunks)
         async with asyncio.timeout(30):
-            while None in await stored.source.resolve(BUCKET, KEYS[:3]):
+            while None in await resolved(stored.source, BUCKET, KEYS[:3]):
                 await settled()  # what came from elsewhere is being kept
-        assert (await stored.source.resolve(BUCKET, [KEYS[3], "0" * 64])) == [None, None]
-        found = await stored.source.resolve(BUCKET, KEYS[:3])
+        assert (await resolved(stored.source, BUCKET, [KEYS[3], "0" * 64])) == [None, None]
+        found = await resolved(stored.source, BUCKET, KEYS[:3])
         assert [sum(extent.nbytes for extent in extents or ()) for extents in found] == [LAYOUT.chunk_bytes] * 3
 
     async def test_the_extents_of_a_chunk_cover_it_without_gap_or_overlap(self, stored: SourceBed) -> None:

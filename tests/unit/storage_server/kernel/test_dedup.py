@@ -33,6 +33,7 @@ from storage_server.planning.durability import Durability
 from storage_server.planning.extent import Extent
 from storage_server.settings import Dedup, StorageSettings, UpstreamSettings
 from tests.support.chunks import BytesBody
+from tests.support.sources import resolved
 from tests.support.store_bed import LARGE, SMALL, content, get, opened, put
 from tests.support.waiting import until
 
@@ -252,7 +253,7 @@ async def test_sharing_forgets_only_what_it_moved(tmp_path: Path, monkeypatch: p
     for key, seed in (("one", 1), ("two", 1), ("other", 2)):
         await put(store, key, content(SMALL, seed))
     keys = ["one", "two", "other"]
-    await store.objects.resolve("bbb", keys)
+    await resolved(store.objects, "bbb", keys)
     await share(store)
     looked_up: list[str] = []
     prefix = queries.prefix
@@ -264,7 +265,7 @@ async def test_sharing_forgets_only_what_it_moved(tmp_path: Path, monkeypatch: p
         return prefix(db, bucket, keys, extents_max)
 
     monkeypatch.setattr(queries, "prefix", recorded)
-    one, two, _ = await store.objects.resolve("bbb", keys)
+    one, two, _ = await resolved(store.objects, "bbb", keys)
     assert one == two
     assert looked_up == ["two"]
     store.close()

@@ -26,6 +26,7 @@ from storage_server.kernel.shared_room import SharedRoom
 from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
+from tests.support.sources import resolved
 from tests.support.store_bed import opened
 
 
@@ -77,7 +78,7 @@ async def test_a_prefix_of_many_parts_is_found_in_several_queries(
     assert store.objects.damaged.count == 0
     for _ in range(2):
         assert await store.objects.matched("bbb", [*keys, "none"]) == 6
-        found = await store.objects.resolve("bbb", [*keys, "none", keys[0]])
+        found = await resolved(store.objects, "bbb", [*keys, "none", keys[0]])
         assert [None if each is None else len(each) for each in found] == [3] * 6 + [None, 3]
     async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False) as chunks:
         assert [[extent.object_offset for extent in chunk] for chunk in chunks] == [[0, 4, 8]] * 6
@@ -88,7 +89,7 @@ async def test_an_object_of_too_many_parts_is_no_chunk(store: EmbeddedStore, mon
     for key, count in (("one", 2), ("many", 3), ("other", 2)):
         await put_in_parts(store, key, count)
     keys = ["one", "many", "other"]
-    found = await store.objects.resolve("bbb", keys)
+    found = await resolved(store.objects, "bbb", keys)
     assert [None if each is None else len(each) for each in found] == [2, None, 2]
     assert await store.objects.matched("bbb", keys) == 1
     with pytest.raises(ChunkUnavailable, match=r"chunk_keys\[1\] is not stored as a chunk"):
@@ -103,8 +104,6 @@ async def test_the_chunks_of_a_request_have_so_many_parts_together(
     keys = ["one", "other"]
     for key in keys:
         await put_in_parts(store, key, 3)
-    with pytest.raises(CallerError, match="chunk_keys these chunks have more than 5 parts together"):
-        await store.objects.resolve("bbb", keys)
     with pytest.raises(CallerError, match="store each in one PUT"):
         async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False):
             pass
@@ -192,7 +191,7 @@ async def test_checksums_of_large_chunks_are_read_for_deliveries_alone(
         await store.objects.put_object("k", PutRequest("bbb", key, len(body)), BytesBody(body))
     await store.objects.put_object("k", PutRequest("bbb", "small", 4), BytesBody(b"1234"))
     for _ in range(2):
-        found = await store.objects.resolve("bbb", keys)
+        found = await resolved(store.objects, "bbb", keys)
         assert [[extent.has_checksums for extent in each or ()] for each in found] == [[False], [False], [True]]
     monkeypatch.setattr(reads, "CHECKSUMS_AT_ONCE_BYTES", 1)
     async with store.objects.open_prefix("bbb", keys[:2], len(body), prefix_only=False) as chunks:
