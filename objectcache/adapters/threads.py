@@ -30,7 +30,7 @@ async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
 async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
     """`work()`, in a thread where it is long, so that the event loop goes on. Callers take turns for the threads, so
     that one's many large requests do not stand in front of another's. Work that has begun has ended when this returns,
-    even when its task is cancelled. What is cancelled while it waits for its turn is never begun: see `carried_out`.
+    even when its task is cancelled. Work whose task is cancelled before its turn is never begun: see `carried_out`.
     """
     if not is_long:
         return work()

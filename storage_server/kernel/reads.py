@@ -218,7 +218,7 @@ class Reads:
             yield chunks
 
     def reserving(self) -> AbstractAsyncContextManager[Held]:
-        """What one request has of the memory for checksums, until the context ends."""
+        """The part that one request has of the memory for checksums, until the context ends."""
         return self._checksums.holding()
 
     async def reserve(self, held: Held, chunk_count: int, chunk_bytes: int) -> None:

@@ -93,8 +93,8 @@ class SharedRoom:
         self._serve()
 
     def _serve(self) -> None:
-        """Grant what fits, to one caller after the other. Whoever lacks only the room of others is waited for, so that
-        small wishes never keep a large one waiting for ever; whoever has its own share in use keeps nobody waiting.
+        """Grant what fits, to one caller after the other. A caller that lacks only the room of others is waited for, so
+        that small wishes never keep a large one waiting for ever; one that has its own share in use is passed over.
         """
         is_granted = True
         while is_granted:
@@ -120,7 +120,7 @@ class SharedRoom:
 
 @dataclass(slots=True)
 class Held:
-    """What one request has of a room."""
+    """The part of a room that one request has."""
 
     room: SharedRoom
     caller: str

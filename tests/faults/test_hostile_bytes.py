@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -282,6 +283,33 @@ async def test_answers_that_nobody_asked_for_end_the_connection_and_no_request(s
                 assert answer.status in (200, 204)
             await until(lambda wanted=number: len(ended) == wanted)
             assert len(begun) == number
+
+
+@pytest.mark.parametrize("is_one_write", [True, False])
+async def test_an_answer_too_many_is_not_the_next_requests(is_one_write: bool) -> None:
+    """A tenant got what an engine had answered another one a second time."""
+    sent: list[bool] = []
+
+    async def doubled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            name = head.split()[1].lstrip(b"/")
+            answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(name), name)
+            if is_one_write:
+                writer.write(answer + answer)
+            else:
+                writer.write(answer)
+                await writer.drain()
+                writer.write(answer)
+            await writer.drain()
+            sent.append(True)
+
+    async with answering(doubled) as (http, url):
+        for number in range(12):
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"{url}/{number}") as answer:
+                    assert await answer.text() == str(number)
+    assert sent
 
 
 async def test_interim_answers_of_an_honest_server_are_passed_over() -> None:

@@ -63,7 +63,7 @@ def note_coming(db: sqlite3.Connection, generation: int, end: int) -> None:
 
 
 def coming(db: sqlite3.Connection) -> tuple[int, int]:
-    """What `note_coming` has noted last; zeros where it has not."""
+    """The generation and the end that `note_coming` has noted last; zeros where it has not."""
     found = dict(db.execute("SELECT name, value FROM meta WHERE name LIKE 'journal_coming_%'").fetchall())
     return found.get("journal_coming_generation", 0), found.get("journal_coming_end", 0)
 
@@ -93,7 +93,7 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
 def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[Record]:
     """Records that take others back which the own journal has and the index has not: what `db`, a connection that sees
     the index before them, shows of their things, and of the parts of their uploads, which end with an upload. A stamp
-    is one above that of the record that is taken back, so what other servers change meanwhile wins.
+    is one above that of the record before, so what other servers change meanwhile wins.
     """
     found = dict[Touched, Record]()
     for record in records:
@@ -103,7 +103,8 @@ def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[
         if about.kind == "upload" and row is not None:
             for body in _bodies(db, _upload_version(db, about.name)):
                 part = Touched("part", about.name, str(body.part_number))
-                found[part] = Record(part, stamp, (), (body,))
+                holding = _holding(db, part)
+                found[part] = Record(part, stamp if holding is None else holding[0] + 1, (), (body,))
     return sorted(found.values(), key=lambda record: _ORDER_BACK[record.about.kind])
 
 

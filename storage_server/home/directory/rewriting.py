@@ -57,8 +57,8 @@ class Rewriting:
         self._committer = committer
         self._io = io
         self._tail: list[Touched] | None = None
-        """What the journal has taken since the snapshot; None while nothing is written anew. Only `run` shortens it,
-        because a change may be carried out several times.
+        """The things that the journal has taken since the snapshot; None while nothing is written anew. A change may be
+        carried out several times, so none shortens it.
         """
         self._noted_count = 0
         """How many of the tail are noted as of the new generation."""

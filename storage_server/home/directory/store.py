@@ -102,6 +102,7 @@ class SharedDirectory:
         self._journal = OwnJournal(self._folder, disk)
         self._rewritten_bytes = 0
         self._rewrite_from_s = float("-inf")
+        self._shortening = asyncio.Lock()
         self._reserve = Reserve(self._folder)
         self._checked_retired_s = float("-inf")
         self._clock = StampClock(self.files.now_s, 0)
@@ -378,8 +379,12 @@ class SharedDirectory:
 
     async def _shorten_journal(self) -> None:
         """Write the journal anew where most of it may be old."""
-        journal = self._journal
         await self.committer.commit(lambda tx: self._reserve.keep(), frees=True)
+        async with self._shortening:
+            await self._shorten_if_long()
+
+    async def _shorten_if_long(self) -> None:
+        journal = self._journal
         if journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return
         if time.monotonic() < self._rewrite_from_s:

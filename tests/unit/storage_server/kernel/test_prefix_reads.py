@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from descriptors.objects import (
     UploadRequest,
 )
 from objectcache.adapters.caller import CALLER, CallerTurns
+from objectcache.adapters.threads import computed
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import reads, shared_room
-from storage_server.kernel.index import queries, upload_changes
+from storage_server.kernel.index import queries, reader, upload_changes
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
@@ -225,3 +227,79 @@ async def test_a_read_of_a_large_object_holds_memory_for_its_checksums(
             assert b"".join([bytes(piece) async for piece in second.body]) == body
     async with store.objects.open_stored("bbb", "key") as (_, extents):
         assert [extent.has_checksums for extent in extents] == [True]
+
+
+async def test_checksums_are_counted_while_they_are_looked_up(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor of 32,000 copies of a chunk of 16 MiB took 146 MiB before it waited for its share."""
+    monkeypatch.setattr(reads, "HERE_ITEMS_MAX", 1)
+    monkeypatch.setattr(reads, "CHECKSUMS_HERE_BYTES", 0)
+    keys = [f"key{number}" for number in range(4)]
+    for key in keys:
+        await store.objects.put_object("k", PutRequest("bbb", key, 4), BytesBody(b"data"))
+    monkeypatch.setattr(store.objects, "_checksums", SharedRoom(48, 24, "none left"))
+    looked_up = store.objects._resolve
+    asked = list[str]()
+
+    async def noted(bucket: str, wanted: Sequence[str]) -> list[list[Extent] | None]:
+        asked.append(wanted[0])
+        return await looked_up(bucket, wanted)
+
+    monkeypatch.setattr(store.objects, "_resolve", noted)
+    async with store.objects.open_prefix("bbb", keys[:3], 4, prefix_only=False) as chunks:
+        assert len(chunks) == 3
+    asked.clear()
+    with pytest.raises(CallerError, match="one delivery has at most"):
+        async with store.objects.open_prefix("bbb", [*keys, *keys], 4, prefix_only=False):
+            raise AssertionError
+    assert asked == keys
+    async with store.objects.reserving() as held:
+        await held.at_least(24)  # nothing is held any more
+
+
+async def test_one_caller_leaves_a_turn_to_others() -> None:
+    turns, entered = CallerTurns(2, 1), list[str]()
+
+    async def ask(caller: str, may_end: asyncio.Event) -> None:
+        CALLER.set(caller)
+        async with turns.turn():
+            entered.append(caller)
+            await may_end.wait()
+
+    may_end = asyncio.Event()
+    tasks = [asyncio.ensure_future(ask("many", may_end)) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.ensure_future(ask("other", may_end)))
+    await asyncio.sleep(0)
+    assert entered == ["many", "other"]
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert sorted(entered) == ["many", "many", "many", "other"]
+
+
+async def test_pins_are_given_back_when_a_reader_is_cancelled_again_and_again(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releasing many pins waited for a turn, and a second cancellation took it out of the queue."""
+    monkeypatch.setattr(reader, "HERE_ITEMS_MAX", 0)
+    await store.objects.put_object("k", PutRequest("bbb", "key", 4), BytesBody(b"data"))
+    may_end, opened_it = threading.Event(), asyncio.Event()
+
+    async def read() -> None:
+        async with store.objects.open_object("k", ReadRequest("bbb", "key")):
+            opened_it.set()
+            await asyncio.Event().wait()
+
+    reading = asyncio.ensure_future(read())
+    await opened_it.wait()
+    busy = [asyncio.ensure_future(computed(lambda: may_end.wait(30), is_long=True)) for _ in range(8)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        reading.cancel()
+        await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(*busy)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert store.files.pinned_count == 0

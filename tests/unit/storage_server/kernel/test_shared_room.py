@@ -88,3 +88,19 @@ async def test_more_than_a_share_counts_as_the_share() -> None:
         await held.at_least(100)
         await held.at_least(3)
         assert held.amount == 5
+
+
+async def test_more_than_some_requests_of_a_caller_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them took seconds of the event loop when they ended together."""
+    monkeypatch.setattr(shared_room, "WAITING_MAX", 2)
+    room = SharedRoom(10, 5, "none left")
+    first, waiting = Request(room, "a", 5), [Request(room, "a", 1) for _ in range(2)]
+    await settled()
+    with pytest.raises(ServerError, match="none left"):
+        await Request(room, "a", 1).task
+    other = Request(room, "b", 5)
+    await other.has.wait()
+    await first.end()
+    for each in (*waiting, other):
+        await each.has.wait()
+        await each.end()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.directory.journal import OwnJournal
+from storage_server.home.directory.rules.records import Record, framed
 from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.rules.rows import Touched
 
 
 @pytest.mark.parametrize("is_other_there", [True, False])
@@ -29,4 +32,38 @@ def test_nothing_is_written_through_a_descriptor_that_lost_its_place(tmp_path: P
     (tmp_path / "unmounted").rename(folder)
     journal.append([b"frame"])
     assert (folder / "journal-1").read_bytes() == b"frame"
+    journal.close()
+
+
+def test_a_torn_frame_behind_a_new_generation_is_cut_off(tmp_path: Path) -> None:
+    """The server was killed before its index knew of the generation, and did not start again."""
+    frames = [*framed([Record(Touched("bucket", "bbb"), 1, None)])]
+    (tmp_path / "writer").mkdir(mode=0o700)
+    journal = OwnJournal(Beneath(tmp_path, "writer"), Disk())
+    journal.open(0, 0)
+    journal.append(frames)
+    known = journal.generation, journal.end
+    rewrite = journal.begin_rewrite(frames)
+    journal.finish_rewrite(rewrite)
+    coming = rewrite.generation + 1, rewrite.end
+    journal.append(frames)
+    whole = journal.end
+    journal.append(frames)
+    journal.close()
+    os.truncate(tmp_path / "writer" / "journal-2", whole + 3)
+    with pytest.raises(OSError, match="damaged"):  # of another one nobody knows what lies behind
+        journal.open(*known)
+    journal.open(*known, coming)
+    assert (journal.generation, journal.end) == (2, whole)
+    journal.close()
+
+
+def test_a_rewrite_that_is_given_up_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "writer").mkdir(mode=0o700)
+    journal = OwnJournal(Beneath(tmp_path, "writer"), Disk())
+    journal.open(0, 0)
+    rewrite = journal.begin_rewrite([b"frame"])
+    assert (tmp_path / "writer" / "journal-2.new").exists()
+    journal.give_up(rewrite)
+    assert [path.name for path in (tmp_path / "writer").iterdir()] == ["journal-1"]
     journal.close()
