@@ -86,6 +86,7 @@ class UpstreamChunks:
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             is_again = next(attempts) > 0
             since = self._cache.evictor.before_lookup()
+            await objects.expect(memory, len(keys), layout.chunk_bytes)
             found = await self._found(bucket, keys, memory)
             await self._require_current(bucket, keys, found)
             absent = [index for index, extents in enumerate(found) if extents is None]

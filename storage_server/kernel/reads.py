@@ -204,6 +204,7 @@ class Reads:
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            await self.expect(held, len(keys), chunk_bytes)
             found, extent_count = await self.found(bucket, keys, held)
             usable = await computed(
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
@@ -220,6 +221,14 @@ class Reads:
     def reserving(self) -> AbstractAsyncContextManager[Held]:
         """The part that one request has of the memory for checksums, until the context ends."""
         return self._checksums.holding()
+
+    async def expect(self, held: Held, chunk_count: int, chunk_bytes: int) -> None:
+        """Wait for the memory that a delivery of all these will need: at once, because requests that have some and wait
+        for more keep each other waiting. Raises ServerError(SlowDown).
+        """
+        checksums_bytes = chunk_count * checksum_bytes(chunk_bytes)
+        if checksums_bytes > CHECKSUMS_HERE_BYTES:
+            await held.at_least(2 * checksums_bytes)
 
     async def reserve(self, held: Held, chunk_count: int, chunk_bytes: int) -> None:
         """Wait for the memory of so many chunks' checksums. Raises CallerError(InvalidRequest) where no caller may

@@ -75,7 +75,7 @@ LONG_S = 2.0
 REWRITE_BYTES_MIN = 4 << 20
 REWRITE_GROWTH = 2
 """A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
-REWRITE_PAUSE_S = 300.0
+REWRITE_PAUSE_S = 60.0
 """So long after a rewrite that failed the next one is tried."""
 RETIRED_CHECK_S = 3600.0
 _SLOW = "the shared directory answers too slowly"
