@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +30,8 @@ class Prefetched:
 async def test_a_leased_chunk_that_is_just_leaving_the_cache_comes_again() -> None:
     """It was chosen to leave before the lease was given, and its lease waits for it."""
 
-    async def resolve(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        return [[Extent("file", 0, 1, bytes(4), 0)] for _ in keys]
+    async def resolve(bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        yield [[Extent("file", 0, 1, bytes(4), 0)] for _ in keys]
 
     cache: Any = SimpleNamespace(
         objects=SimpleNamespace(resolve=resolve),
@@ -70,8 +70,8 @@ class Home:
 def cached_before(home: Home, cached: int) -> UpstreamChunks:
     """The chunks of a home, with the first `cached` of KEYS in the cache."""
 
-    async def resolve(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        return [[Extent("file", 0, 1, bytes(4), 0)] if KEYS.index(key) < cached else None for key in keys]
+    async def resolve(bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
+        yield [[Extent("file", 0, 1, bytes(4), 0)] if KEYS.index(key) < cached else None for key in keys]
 
     cache: Any = SimpleNamespace(
         objects=SimpleNamespace(resolve=resolve),
