@@ -1,4 +1,4 @@
-"""What all requests share: a caller has at most its share, and those that wait come in order."""
+"""A caller has at most its share of what all requests use, and callers that wait come in turn."""
 
 from __future__ import annotations
 

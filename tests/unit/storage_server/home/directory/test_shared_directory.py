@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -901,6 +901,23 @@ def test_an_index_of_hand_made_rows_is_private(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+@contextmanager
+def gone_while_written(
+    shared: SharedDirectory, file: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Meanwhile each write of the journal takes so long that its owner deletes the file."""
+    append = shared._journal.append
+
+    def slow(frames: Sequence[bytes]) -> None:
+        append(frames)
+        file.unlink(missing_ok=True)
+        clock.ahead_s += files_module.GRACE_S
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared._journal, "append", slow)
+        yield
+
+
 async def in_one_transaction(shared: SharedDirectory, *works: Coroutine[Any, Any, Any]) -> list[Any]:
     """Hold the committer until all these have asked it for a change; what each returned, or raised."""
     begun, go_on = asyncio.Event(), threading.Event()
@@ -953,15 +970,8 @@ async def test_records_that_are_taken_back_leave_what_was_there(
             await put(one, key, b"old")
         await one.following.read_journals()
         (their_file,) = [path for path in data_files(tmp_path) if other.writer in str(path)]
-        append, inner = one._journal.append, one.objects._objects
-
-        def slow(frames: Sequence[bytes]) -> None:
-            append(frames)
-            their_file.unlink(missing_ok=True)
-            clock.ahead_s += files_module.GRACE_S
-
-        with monkeypatch.context() as patched:
-            patched.setattr(one._journal, "append", slow)
+        inner = one.objects._objects
+        with gone_while_written(one, their_file, clock, monkeypatch):
             over = inner.put_object(KEY, PutRequest(BUCKET, "over", 3), BytesBody(b"new"))
             tag = inner.set_tags(KEY, BUCKET, "theirs", {"a": "b"})
             info, gone, refused = await in_one_transaction(one, over, inner.delete_object(KEY, BUCKET, "gone"), tag)
@@ -987,15 +997,7 @@ async def test_parts_come_back_with_the_upload_that_comes_back(
         await one.uploads.put_part(KEY, PartRequest(kept, 7, 4), BytesBody(b"kept"))
         await one.following.read_journals()
         (their_file,) = [path for path in data_files(tmp_path) if other.writer in str(path)]
-        append = one._journal.append
-
-        def slow(frames: Sequence[bytes]) -> None:
-            append(frames)
-            their_file.unlink(missing_ok=True)
-            clock.ahead_s += files_module.GRACE_S
-
-        with monkeypatch.context() as patched:
-            patched.setattr(one._journal, "append", slow)
+        with gone_while_written(one, their_file, clock, monkeypatch):
             complete = one.uploads._uploads.complete_upload(KEY, CompleteRequest(ref, [ClaimedPart(1, part.etag)]))
             tag = one.objects._objects.set_tags(KEY, BUCKET, "theirs", {"a": "b"})
             info, refused = await in_one_transaction(one, complete, tag)
@@ -1016,15 +1018,7 @@ async def test_a_change_that_is_alone_and_taken_back_has_not_happened(
         await put(one, "copy", b"old")
         await one.following.read_journals()
         (their_file,) = [path for path in data_files(tmp_path) if other.writer in str(path)]
-        append = one._journal.append
-
-        def slow(frames: Sequence[bytes]) -> None:
-            append(frames)
-            their_file.unlink(missing_ok=True)
-            clock.ahead_s += files_module.GRACE_S
-
-        with monkeypatch.context() as patched:
-            patched.setattr(one._journal, "append", slow)
+        with gone_while_written(one, their_file, clock, monkeypatch):
             source = CopyRequest(ReadRequest(BUCKET, "theirs"), BUCKET, "copy")
             with pytest.raises(ServerError, match="too slowly"):
                 await one.objects._objects.copy_object(KEY, source)
