@@ -46,3 +46,13 @@ class Refusal(Exception):
     def event(self) -> bytes:
         """The same in a stream that has begun."""
         return b"data: " + json.dumps(self.document()).encode() + b"\n\n"
+
+
+class AttemptFailed(Exception):
+    """An engine has not answered, and nothing has been sent to the client. `answer` is the engine's refusal, where it
+    gave one.
+    """
+
+    def __init__(self, message: str, answer: web.Response | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer

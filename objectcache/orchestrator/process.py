@@ -25,7 +25,7 @@ class Orchestration:
         registry: EtcdRegistry | None = None,
     ) -> None:
         self.orchestrator = Orchestrator(settings, registry, engine_key)
-        self._app = App(self.orchestrator, settings, engine_key)
+        self._app = App(self.orchestrator)
         self._settings = settings
         self._listen = listen
         self._runner: web.ServerRunner | None = None
@@ -35,7 +35,7 @@ class Orchestration:
     @property
     def is_stopping(self) -> bool:
         """Whether new requests are refused."""
-        return self._app.under_way.is_stopping
+        return self.orchestrator.under_way.is_stopping
 
     async def start(self) -> None:
         """Join the engines and listen. Raises ValueError, OSError."""
@@ -47,7 +47,7 @@ class Orchestration:
         if self._is_closed:
             return
         self._is_closed = True
-        await self._app.under_way.stop(self._settings.drain_s)
+        await self.orchestrator.under_way.stop(self._settings.drain_s)
         if self._runner is not None:
             await self._runner.cleanup()
         await self.orchestrator.stop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
+from descriptors.descriptor import is_request_id
 from objectcache.orchestrator.rules.policies import Decision
 from objectcache.orchestrator.rules.prediction import Prediction
 
@@ -62,6 +64,23 @@ class Receipts:
     def __init__(self, receipts_max: int) -> None:
         self._receipts_max = receipts_max
         self._by_id: OrderedDict[str, Receipt] = OrderedDict()
+        self._open: set[str] = set()
+        """The ids of requests that are being answered."""
+
+    def open(self, said_id: str, tenant: str, path: str, at: float) -> Receipt:
+        """The receipt of a request that has come. It has the id that the client said, unless that is none, a request of
+        that id is being answered, or another tenant's receipt has it.
+        """
+        kept = self._by_id.get(said_id)
+        is_taken = said_id in self._open or (kept is not None and kept.tenant != tenant)
+        request_id = said_id if is_request_id(said_id) and not is_taken else uuid.uuid4().hex
+        self._open.add(request_id)
+        return Receipt(request_id, tenant, path, at)
+
+    def close(self, receipt: Receipt) -> None:
+        """The request is over: keep its receipt."""
+        self._open.discard(receipt.request_id)
+        self.add(receipt)
 
     def add(self, receipt: Receipt) -> None:
         """Keep one, without the rest of its long texts, which clients and engines may have given; the oldest goes."""

@@ -80,13 +80,18 @@ class Tokens:
         self._at_once: WeakKeyDictionary[Engine, Counter[str]] = WeakKeyDictionary()
         """The bytes of prompts that each engine has now, by tenant."""
 
+    @property
+    def are_made_here(self) -> bool:
+        """Whether the model's own tokenizer makes them, so that no engine works for them."""
+        return self._readers.has_tokenizer
+
     async def of(self, asked: Asked, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str) -> TokenIds:
         """The tokens of a prompt that is to be tokenized, from the first of these engines that answers. Each tenant has
         those of its own prompts only: the time of an answer would say what others have sent. Raises NoTokensError.
         """
         document, digest = asked.to_tokenize or b"", bytes.fromhex(asked.document_digest)
         scope = b"\n".join((tenant.encode(), headers.get("Authorization", "").encode(errors="surrogateescape"), digest))
-        if self._readers.has_tokenizer:
+        if self.are_made_here:
             return await self._made(scope, document, tenant)
         if len(document) > AT_ONCE_BYTES_MAX:
             raise NoTokensError(f"the prompt has more than {AT_ONCE_BYTES_MAX} bytes, which no engine is asked for")

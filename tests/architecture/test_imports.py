@@ -47,8 +47,9 @@ STAGES = {
     ORCHESTRATOR: (
         "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed", "engine",
         "tokenizer", "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing",
-        "response_cache", "gate", "relay", "router", "orders", "dispatch", "meter", "service", "pages", "app",
-        "process",
+        "response_cache", "gate", "relay", "router", "orders", "access", "bodies", "exchange", "passing_on",
+        "dispatch", "meter", "token_checks", "fleet", "prefill", "service", "answering", "administration", "pages",
+        "app", "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",

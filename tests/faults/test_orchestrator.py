@@ -18,8 +18,8 @@ from objectcache.adapters.limited_server import Connection
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.liveness import EngineStatus
 from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
-from objectcache.orchestrator.service import UNMATCHED_MAX
 from objectcache.orchestrator.settings import EngineSettings, Role
+from objectcache.orchestrator.token_checks import UNMATCHED_MAX
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
 from tests.support.waiting import until
 
@@ -278,12 +278,12 @@ async def test_tokens_that_are_not_the_engines_are_told_loudly(
     shift: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise every prompt would be a silent miss."""
-    monkeypatch.setattr("objectcache.orchestrator.service.UNMATCHED_CHECK_S", 0.1)
+    monkeypatch.setattr("objectcache.orchestrator.token_checks.UNMATCHED_CHECK_S", 0.1)
     async with canned(1, replace(FAST, tokenize_shift=shift)) as engines, orchestrated(engines) as bed:
         for number in range(UNMATCHED_MAX):
             await bed.complete(f"{number} is the number of this prompt, which has some blocks")
         engine = bed.orchestrator.engines[engines[0].url]
-        await until(lambda: not bed.orchestrator.checks_count)
+        await until(lambda: not bed.orchestrator.token_checks.count)
         assert engine.unmatched_count == (UNMATCHED_MAX if shift else 0)
         assert ("the tokens that requests are routed by are not" in caplog.text) is bool(shift)
 

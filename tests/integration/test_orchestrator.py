@@ -16,7 +16,6 @@ import pytest
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.policies import PolicyName
-from objectcache.orchestrator.service import Orchestrator
 from objectcache.orchestrator.settings import EngineSettings, Role
 from tests.support.orchestrators import ADMIN_TOKEN, QUICK, canned, orchestrated, words
 from tests.support.waiting import until
@@ -440,8 +439,9 @@ async def test_metrics_count_what_was_done() -> None:
         assert 'objectcache_orchestrator_known_engines{state="up"} 1.0' in text
 
 
-def test_settings_without_engines_make_no_orchestrator() -> None:
-    assert not Orchestrator(QUICK).is_serving()
+async def test_an_orchestrator_without_engines_serves_nothing() -> None:
+    async with orchestrated([]) as bed:
+        assert (await bed.ask("GET", "/health")).status == 503
 
 
 async def test_requests_wait_for_an_engine_that_restarts_and_it_holds_nothing_then() -> None:
@@ -535,7 +535,7 @@ async def test_a_client_that_waits_for_leave_gets_it() -> None:
 
 async def test_a_large_answer_goes_on_as_it_comes_and_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole answers of 60 MiB were held here, for each request at once."""
-    monkeypatch.setattr("objectcache.orchestrator.dispatch.WHOLE_BYTES_MAX", 100)
+    monkeypatch.setattr("objectcache.orchestrator.passing_on.WHOLE_BYTES_MAX", 100)
     async with canned(3, FAST) as engines, orchestrated(engines) as bed:
         answer = await bed.complete(PROMPT, max_tokens=100)
         assert answer.status == 200
@@ -610,5 +610,5 @@ async def test_an_answer_is_not_kept_longer_than_its_model(monkeypatch: pytest.M
         assert answer.engine == "response cache"
         first.models = {"canned": {"id": "canned", "root": "other weights"}}
         assert (await bed.complete(PROMPT, temperature=0)).engine == engines[0].url
-        await bed.orchestrator.remove(first.name)
+        await bed.orchestrator.fleet.remove(first.name)
         assert (await bed.complete(PROMPT, temperature=0)).status == 503

@@ -98,6 +98,11 @@ class Asked:
     """The earlier response that it goes on from, which only the engine has that gave it."""
 
     @property
+    def nbytes(self) -> int:
+        """The memory of its prompt."""
+        return len(self.to_tokenize or b"") + (0 if self.tokens is None else self.tokens.nbytes)
+
+    @property
     def is_generating(self) -> bool:
         """Whether tokens are put out."""
         return self.kind in (RequestKind.COMPLETIONS, RequestKind.CHAT, RequestKind.RESPONSES)

@@ -1,0 +1,270 @@
+"""The story of one of OpenAI's requests, from its body to the end of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from objectcache.orchestrator.answers import AttemptFailed, Refusal
+from objectcache.orchestrator.bodies import Body
+from objectcache.orchestrator.dispatch import is_refusal
+from objectcache.orchestrator.exchange import ENGINE_HEADER, REQUEST_HEADER, Exchange
+from objectcache.orchestrator.gate import TooBusyError
+from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.relay import Held, send_whole
+from objectcache.orchestrator.response_cache import Collected, Kept
+from objectcache.orchestrator.router import NoEngineError, Prompt, Routed
+from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.orchestrator.rules.cross_origin import answer_headers
+from objectcache.orchestrator.rules.openai_requests import RequestKind, TokenIds
+from objectcache.orchestrator.rules.reading import ReadBody
+from objectcache.orchestrator.service import Orchestrator
+from objectcache.orchestrator.tokenizer import NoTokensError
+from objectcache.orchestrator.under_way import stopping
+
+ATTEMPTS_MAX = 3
+TOKEN_CHARACTERS = 4
+"""About so many characters of a body are a token: fair shares need no more before a request is admitted."""
+
+
+class Answering:
+    """Answers one request. The methods stand in the order in which they are called."""
+
+    def __init__(self, parts: Orchestrator, http: web.BaseRequest, kind: RequestKind) -> None:
+        self._parts = parts
+        self._http = http
+        self._kind = kind
+        self._began_s = time.monotonic()
+        self._is_begun = False
+        """Whether the client may have some of the answer, so that its status is out."""
+
+    async def answer(self) -> web.StreamResponse:
+        """The answer, which its client has when this returns. Raises Refusal for whoever may not ask."""
+        parts, http = self._parts, self._http
+        with parts.under_way.one():
+            tenant = parts.access.tenant(http)
+            receipt = parts.receipts.open(http.headers.get("X-Request-Id", ""), tenant.name, http.path, time.time())
+            try:
+                return await self._answered(tenant, receipt)
+            except Refusal as refusal:
+                receipt.status, receipt.note = refusal.status, str(refusal)
+                return refusal.response({REQUEST_HEADER: receipt.request_id})
+            except asyncio.CancelledError:
+                if not self._is_begun and parts.under_way.caught():
+                    receipt.status, receipt.note = 503, "cut off: the orchestrator was told to stop"
+                    return stopping().response({REQUEST_HEADER: receipt.request_id})
+                receipt.note = receipt.note or "the client went away"
+                raise
+            except ConnectionResetError:
+                receipt.note = receipt.note or "the client went away"
+                raise
+            finally:
+                receipt.total_s = time.monotonic() - self._began_s
+                parts.receipts.close(receipt)
+                parts.meter.ended(receipt)
+
+    async def _answered(self, tenant: Tenant, receipt: Receipt) -> web.StreamResponse:
+        """Read the body, and answer it: as the same request was answered before, or by an engine."""
+        parts = self._parts
+        async with parts.bodies.of(self._http, tenant) as body:
+            read = await parts.bodies.read(self._http, body.raw, self._kind, tenant)
+            body.becomes(read.raw, read.asked.nbytes)
+            identity = parts.fleet.identity(read.asked.model)
+            key = f"{read.response_key} {identity}" if read.response_key and identity else None
+            kept = None if key is None else parts.responses.find(key, time.monotonic())
+            if kept is not None:
+                receipt.reason = "exact hit"
+                return await self._replayed(kept, receipt.request_id)
+            exchange = self._exchange(tenant, receipt, body, read, is_kept=key is not None)
+            try:
+                response = await self._admitted(exchange, tenant)
+                if isinstance(response, web.Response):  # an engine's refusal, which no other engine has bettered
+                    response = await send_whole(self._http, response)
+                receipt.status = response.status
+                if key is not None and parts.fleet.identity(read.asked.model) == identity:
+                    self._keep(key, exchange, response)
+                return response
+            finally:
+                self._is_begun = exchange.is_begun
+                exchange.drop()
+
+    async def _replayed(self, kept: Kept, request_id: str) -> web.StreamResponse:
+        self._is_begun = True
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": kept.content_type,
+                ENGINE_HEADER: "response cache",
+                REQUEST_HEADER: request_id,
+                **self._cors,
+            }
+        )
+        await response.prepare(self._http)
+        for piece in kept.pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)  # to write returns at once where the client reads as fast
+        await response.write_eof()
+        return response
+
+    def _exchange(self, tenant: Tenant, receipt: Receipt, body: Body, read: ReadBody, *, is_kept: bool) -> Exchange:
+        parts = self._parts
+        return Exchange(
+            http=self._http,
+            path=self._http.path,
+            asked=read.asked,
+            body=body,
+            tenant=tenant.name,
+            headers=parts.access.forwarded(self._http, receipt.request_id),
+            receipt=receipt,
+            began_s=self._began_s,
+            under_way=parts.under_way,
+            cors=self._cors,
+            held=Held(parts.answers, tenant.name),
+            kept=Collected(parts.responses) if is_kept else None,
+        )
+
+    async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
+        """The answer of an engine. The request has a place only while engines work for it: it waits for an engine, and
+        for tokens that are made here, without one.
+        """
+        asked, receipt, gate = exchange.asked, exchange.receipt, self._parts.gate
+        tokens = asked.tokens
+        if tokens is None and self._parts.tokens.are_made_here:
+            tokens = await self._tokens(exchange)
+            exchange.body.becomes(exchange.body.raw, asked.nbytes + (0 if tokens is None else tokens.nbytes))
+        until_s = time.monotonic() + self._parts.settings.admission.deadline_s
+        known = len(exchange.body.raw) // TOKEN_CHARACTERS if tokens is None else len(tokens)
+        try:
+            for _ in range(ATTEMPTS_MAX):
+                await self._engine_comes(asked.model, tenant, until_s)
+                needed = known + asked.output_tokens
+                async with gate.admitted(receipt.request_id, tenant, needed, until_s) as exchange.place:
+                    receipt.waited_s += exchange.place.waited_s
+                    if tokens is None and not self._parts.tokens.are_made_here:
+                        tokens = await self._tokens(exchange)
+                    response = await self._routed(exchange, tokens)
+                if response is not None:
+                    return response
+        except TooBusyError as error:
+            raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
+        raise Refusal(503, "every engine has failed, again and again", code="no_engine", retry_after_s=1)
+
+    async def _tokens(self, exchange: Exchange) -> TokenIds | None:
+        """The prompt's tokens; None where they cannot be known."""
+        asked, parts = exchange.asked, self._parts
+        if asked.to_tokenize is None:
+            return None
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(parts.settings.admission.deadline_s):
+                able = parts.fleet.able(asked.model)
+                return await parts.tokens.of(asked, able, exchange.headers, exchange.tenant)
+        except (NoTokensError, TimeoutError) as error:
+            exchange.receipt.note = f"routed without its tokens: {error or 'they were not made in time'}"
+            return None
+        finally:
+            exchange.receipt.tokenize_s = time.monotonic() - began_s
+
+    async def _engine_comes(self, model: str, tenant: Tenant, until_s: float) -> None:
+        """Wait for an engine where none takes requests, because a restart takes seconds. Raises Refusal where none has
+        come, TooBusyError.
+        """
+        parts = self._parts
+        if not parts.fleet.may_come(model):
+            return
+        with parts.gate.without_engine(tenant):
+            while parts.fleet.may_come(model):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or not await parts.fleet.comes(left_s):
+                    problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
+                    raise Refusal(503, problem, code="no_engine", retry_after_s=1)
+
+    async def _routed(self, exchange: Exchange, tokens: TokenIds | None) -> web.StreamResponse | None:
+        """Send the request, to another engine where one fails before it has answered. None where all engines are gone
+        and one may come back.
+        """
+        receipt, parts = exchange.receipt, self._parts
+        prompt = await self._prompt(exchange, tokens)
+        tried: list[str] = []
+        failure: AttemptFailed | None = None
+        refused: list[str] = []
+        while len(tried) < ATTEMPTS_MAX:
+            try:
+                routed = self._decided(exchange, prompt, tried)
+            except NoEngineError as error:
+                if error.status == 503 and parts.fleet.may_come(exchange.asked.model):
+                    return None
+                if failure is not None:
+                    break
+                retry_after_s = 1 if error.status == 503 else 0
+                raise Refusal(error.status, str(error), code="no_engine", retry_after_s=retry_after_s) from None
+            tried.append(routed.engine.name)
+            try:
+                response = await self._sent(exchange, routed, prompt)
+            except AttemptFailed as error:
+                parts.meter.failed_over()
+                receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
+                failure = error
+                if is_refusal(error, exchange.asked):
+                    refused.append(routed.engine.name)
+            else:
+                if response.status == 200:
+                    parts.fleet.blame(refused, exchange.asked.model)
+                return response
+        if failure is not None and failure.answer is not None:
+            return failure.answer
+        raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
+
+    async def _prompt(self, exchange: Exchange, tokens: TokenIds | None) -> Prompt | None:
+        """The prompt with the store's answers, computed by a prefill engine where that is wanted."""
+        exchange.receipt.prompt_tokens = None if tokens is None else len(tokens)
+        if tokens is None or not len(tokens):
+            return None
+        prompt = await self._parts.router.prompt(exchange.asked, tokens, exchange.receipt)
+        return await self._parts.prefill.compute(exchange, prompt)
+
+    def _decided(self, exchange: Exchange, prompt: Prompt | None, tried: list[str]) -> Routed:
+        """The engine. Raises NoEngineError."""
+        parts, asked, receipt = self._parts, exchange.asked, exchange.receipt
+        began_s = time.monotonic()
+        home = parts.kept_responses.engine(exchange.tenant, asked.previous) if asked.previous else None
+        home = home if home in parts.engines else None
+        if asked.previous and home is None and parts.settings.tenants:
+            raise NoEngineError(f"no response {asked.previous!r} is known here", 404)
+        routed = parts.router.decide(asked, receipt.request_id, prompt, without=tried, home=home)
+        receipt.decide_s = time.monotonic() - began_s
+        receipt.routed(routed.decision)
+        parts.meter.decided(routed.decision, receipt.decide_s)
+        return routed
+
+    async def _sent(self, exchange: Exchange, routed: Routed, prompt: Prompt | None) -> web.StreamResponse:
+        """One attempt; the engine's books have the request until it ends, however it ends. Raises AttemptFailed."""
+        parts, asked, engine = self._parts, exchange.asked, routed.engine
+        parts.router.sent(routed, asked, exchange.receipt.request_id, prompt)
+        is_complete = False
+        try:
+            response = await parts.dispatch.send(exchange, routed)
+            is_complete = response.status == 200 and not exchange.is_broken
+            if is_complete and exchange.response_id:
+                parts.kept_responses.note(exchange.tenant, exchange.response_id, engine.name)
+            return response
+        finally:
+            engine.books.end(exchange.receipt.request_id, time.monotonic(), is_complete=is_complete)
+            if is_complete and prompt is not None:
+                parts.token_checks.begin(engine, prompt)
+            if parts.writing is not None and asked.session:
+                parts.writing.note_session(asked.session, engine.name)
+
+    def _keep(self, key: str, exchange: Exchange, response: web.StreamResponse) -> None:
+        """Keep the answer for the same request, where it came whole and well."""
+        is_encoded = "Content-Encoding" in response.headers  # a replay says nothing of it
+        if exchange.kept is None or not exchange.is_worth_keeping or response.status != 200 or is_encoded:
+            return
+        content_type = response.headers.get("Content-Type", "application/json")
+        self._parts.responses.keep(key, content_type, exchange.kept, time.monotonic())
+
+    @property
+    def _cors(self) -> Mapping[str, str]:
+        return answer_headers(self._parts.settings.cors_origins, self._http.headers)

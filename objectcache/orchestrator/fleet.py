@@ -1,0 +1,238 @@
+"""The engines of an orchestrator: who joins and leaves, which of them take requests, and what their models are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.events_feed import Turns
+from objectcache.orchestrator.metadata import NameTakenError
+from objectcache.orchestrator.registry import Engines, EtcdRegistry
+from objectcache.orchestrator.rules.policies import RoutingPolicy
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
+from objectcache.orchestrator.writing import Writing
+
+_log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The engines by name, each with a task that watches it. With a registry, engines are registered there, for others,
+    too. Used on one event loop.
+    """
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        http: aiohttp.ClientSession,
+        index: PrefixIndex,
+        policy: RoutingPolicy,
+        writing: Writing | None,
+        registry: EtcdRegistry | None,
+        engine_headers: Mapping[str, str],
+    ) -> None:
+        """`engine_headers` go with every probe."""
+        self._settings = settings
+        self._http = http
+        self._index = index
+        self._policy = policy
+        self._writing = writing
+        self._registry = registry
+        self._engine_headers = engine_headers
+        self.engines: dict[str, Engine] = {}
+        self._of_registry: set[str] = set()
+        self._changing = asyncio.Lock()
+        self._turns = Turns()
+        self._up = asyncio.Event()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._following: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Join the engines of the settings and those that were registered before. Raises ValueError."""
+        for each in self._settings.engines:
+            await self._join(each)
+        if self._writing is None:
+            return
+        for each, is_draining in self._writing.engines():
+            if each.label not in self.engines:
+                if any(engine.url == each.url for engine in self.engines.values()):
+                    continue  # an option or the config file has it under another name now
+                await self._join(each)
+            self.engines[each.label].liveness.drain(is_wanted=is_draining)
+
+    async def stop(self) -> None:
+        """Watch no engine any more."""
+        tasks = (*self._watches.values(), *self._following)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def is_serving(self, model: str = "") -> bool:
+        """Whether some engine takes requests, for this model where one is named."""
+        now_s = time.monotonic()
+        return any(each.liveness.takes_requests(now_s) for each in self._decoding(model))
+
+    def may_come(self, model: str) -> bool:
+        """Whether no engine takes requests for the model now, and one may do so soon."""
+        engines = self._decoding(model)
+        return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
+
+    def able(self, model: str) -> list[Engine]:
+        """The engines of every role that take requests for the model."""
+        now_s = time.monotonic()
+        return [each for each in self.engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
+
+    async def comes(self, within_s: float) -> bool:
+        """Wait until an engine takes requests again; False where none does within that time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def has_prefill(self) -> bool:
+        """Whether some prefill engine takes requests."""
+        now_s = time.monotonic()
+        return any(
+            engine.settings.role is Role.PREFILL and engine.liveness.takes_requests(now_s)
+            for engine in self.engines.values()
+        )
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """The models of all engines, each once."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for engine in self.engines.values():
+            for name, document in engine.models.items():
+                found.setdefault(name, document)
+        return list(found.values())
+
+    def identity(self, model: str) -> str:
+        """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
+        answer that is kept is of this identity only.
+        """
+        cards = [engine.models[model] for engine in self.engines.values() if model in engine.models]
+        return "\n".join(sorted({f"{each.get('root')} {each.get('parent')}" for each in cards}))
+
+    def blame(self, names: Sequence[str], model: str) -> None:
+        """These engines have refused a request that another one has answered. One that does not say that it has the
+        model is not to blame.
+        """
+        for name in names:
+            if name in self.engines and model in self.engines[name].models:
+                self.engines[name].failed("it refuses what another engine answers")
+
+    async def register(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Join an engine, for good where there is a place for metadata. Raises ValueError, MetadataError."""
+        settings = engine_settings(document)
+        for known in self.engines.values():
+            if (known.name == settings.label) != (known.url == settings.url):
+                raise NameTakenError(f"the engine {known.name} has this name, or this URL")
+        if self._registry is not None:
+            await self._registry.add(settings)
+        elif self._writing is not None:
+            await self._writing.add_engine(settings)
+        if self._registry is None:
+            async with self._changing:
+                if settings.label in self.engines:
+                    await self._leave(settings.label)
+                await self._join(settings)
+        return {"name": settings.label, "url": settings.url}
+
+    async def remove(self, name: str) -> None:
+        """Forget an engine. Raises KeyError."""
+        if name in self._of_registry and self._registry is not None:
+            await self._registry.remove(name)
+            return
+        async with self._changing:
+            await self._leave(name)
+        if self._writing is not None:
+            await self._writing.remove_engine(name)
+
+    async def drain(self, name: str, *, is_wanted: bool) -> None:
+        """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
+        settings = self.engines[name].settings
+        self._drained(name, is_wanted=is_wanted)
+        if name in self._of_registry and self._registry is not None:
+            await self._registry.add(settings, is_draining=is_wanted)
+        elif self._writing is not None:
+            await self._writing.drain(name, is_wanted=is_wanted)
+
+    def follow(self, engines: Engines) -> None:
+        """The registry has these engines now."""
+        task = asyncio.create_task(self._follow(dict(engines)))
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
+
+    async def _follow(self, engines: Engines) -> None:
+        """Join and leave engines as the registry has them. Those of options and of the own file stay."""
+        async with self._changing:
+            for name in self._of_registry - set(engines):
+                self._of_registry.discard(name)
+                if name in self.engines:
+                    await self._leave(name)
+            for name, (settings, is_draining) in engines.items():
+                known = self.engines.get(name)
+                if known is not None and name not in self._of_registry:
+                    continue
+                if known is not None and known.settings != settings:
+                    await self._leave(name)
+                    known = None
+                if known is None:
+                    try:
+                        await self._join(settings)
+                    except ValueError as error:
+                        _log.warning("the engine %s of the registry does not join: %s", name, error)
+                        continue
+                    self._of_registry.add(name)
+                self._drained(name, is_wanted=is_draining)
+
+    def _decoding(self, model: str) -> list[Engine]:
+        engines = self.engines.values()
+        return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
+
+    def _drained(self, name: str, *, is_wanted: bool) -> None:
+        self.engines[name].liveness.drain(is_wanted=is_wanted)
+        if not is_wanted:
+            self._is_up()
+
+    def _is_up(self) -> None:
+        up, self._up = self._up, asyncio.Event()
+        up.set()
+
+    async def _join(self, settings: EngineSettings) -> None:
+        writing = self._writing
+        name = settings.label
+        if name in self.engines:
+            raise ValueError(f"two engines have the name {name}")
+        known = None if writing is None else await writing.warm(name)
+        engine = self.engines[name] = Engine(
+            settings,
+            self._http,
+            self._index,
+            self._settings.poll_s,
+            self._settings.probe_timeout_s,
+            known,
+            writing,
+            self._engine_headers,
+            self._is_up,
+            self._turns,
+        )
+        self._watches[name] = asyncio.create_task(engine.run())
+
+    async def _leave(self, name: str) -> None:
+        engine = self.engines.pop(name)
+        task = self._watches.pop(name)
+        if self._writing is not None:
+            await self._writing.flush()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for each in self._index.names_of(engine.name):
+            self._index.remove_engine(each)
+        self._policy.forget_engine(name)

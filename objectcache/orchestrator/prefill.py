@@ -1,0 +1,98 @@
+"""Prefill by an engine that only does that: its chunks come to the engine that goes on from the store, or directly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from objectcache.orchestrator.answers import AttemptFailed
+from objectcache.orchestrator.dispatch import Dispatch, transfer_params
+from objectcache.orchestrator.exchange import Exchange
+from objectcache.orchestrator.fleet import Fleet
+from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
+from objectcache.orchestrator.rules.openai_requests import RequestKind
+from objectcache.orchestrator.settings import Role
+
+PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
+"""A prefill engine writes its chunks behind its answer; so long they are waited for."""
+ENGINES_TRIED_MAX = 2
+_DROPPED = (
+    "stream_options",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "n",
+    "best_of",
+    "return_token_ids",
+)
+"""The fields that a prefill engine's request does not have."""
+
+
+class Prefill:
+    """Has prompts of more than `tokens_min` tokens computed by prefill engines, where there are any."""
+
+    def __init__(self, fleet: Fleet, router: Router, dispatch: Dispatch, tokens_min: int) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._dispatch = dispatch
+        self._tokens_min = tokens_min
+
+    async def compute(self, exchange: Exchange, prompt: Prompt) -> Prompt:
+        """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
+        it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
+        """
+        asked, receipt = exchange.asked, exchange.receipt
+        if not asked.is_generating or len(prompt.tokens) < self._tokens_min or not self._fleet.has_prefill():
+            return prompt
+        tried: list[str] = []
+        while len(tried) < ENGINES_TRIED_MAX:
+            try:
+                routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
+            except NoEngineError:
+                return prompt
+            engine, prediction = routed.engine, routed.decision.prediction
+            there = max(prediction.held_tokens, prediction.stored_tokens)
+            if len(prompt.tokens) - there <= self._tokens_min:
+                return prompt
+            tried.append(engine.name)
+            self._router.sent(routed, asked, receipt.request_id, prompt)
+            try:
+                answer = await self._answer(exchange, routed)
+            except AttemptFailed as error:
+                receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
+                continue
+            finally:
+                engine.books.end(receipt.request_id, time.monotonic(), is_complete=False)
+            receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
+            params = answer.get("kv_transfer_params")
+            if isinstance(params, dict) and params:
+                exchange.transfer_params = params
+                return prompt
+            return await self._stored(exchange, prompt)
+        return prompt
+
+    async def _answer(self, exchange: Exchange, routed: Routed) -> dict[str, Any]:
+        """A prefill engine's answer to one token, of no stream, whose KV another engine may have."""
+        most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
+        remote = {"do_remote_decode": True, "do_remote_prefill": False}
+        params = {**transfer_params(exchange, routed), **remote}
+        put = {most: 1, "stream": False, "kv_transfer_params": params}
+        async with self._dispatch.changed(exchange, _DROPPED, put) as body:
+            return await self._dispatch.ask(routed.engine, exchange.path, exchange.headers, body)
+
+    async def _stored(self, exchange: Exchange, prompt: Prompt) -> Prompt:
+        """Wait until the store has the prompt, for a short while."""
+        until_s = time.monotonic() + PREFILL_WAIT_S
+        while True:
+            found = await self._router.prompt(exchange.asked, prompt.tokens, exchange.receipt)
+            stored = [each for each in found.stored.values() if each is not None]
+            is_there = any(each.chunk_count >= (len(prompt.tokens) - 1) // each.layout.chunk_tokens for each in stored)
+            if is_there or time.monotonic() >= until_s:
+                return found
+            await asyncio.sleep(PREFILL_STEP_S)
