@@ -1,4 +1,4 @@
-"""Operators ask under `/_orchestrator` for the state and for receipts, and give orders about engines, pins and quotas."""
+"""Operators ask under `/_orchestrator` for the state and receipts, and give orders about engines, pins and quotas."""
 
 from __future__ import annotations
 
