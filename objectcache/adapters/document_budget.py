@@ -1,5 +1,11 @@
 """DocumentBudget: bounds the memory of request documents, in all and for each access key. Pure state.
 
+Where others hold some, a key gets at most half of what they leave: the next one gets half of the rest. So a few keys
+together keep nobody out.
+
+One key has at most half of what others leave: the first one half of all, the next one half of the rest. So several keys
+together keep nobody out either.
+
 A document is a body that is parsed as a whole (a descriptor, a lookup, S3's XML). Its bytes count from their arrival
 until the document has been parsed. So bytes that a client announces but does not send take nothing from the budget.
 """
@@ -29,9 +35,12 @@ class DocumentBudget:
         """Count bytes that have arrived. Raises ServerError(SlowDown), and counts nothing, where a
         bound is exceeded.
         """
-        if self._held[access_key] + nbytes > self._key_bytes:
+        held_bytes = self._held.get(access_key, 0)
+        others_bytes = self._held_bytes - held_bytes
+        left_bytes = self._total_bytes - others_bytes
+        if held_bytes + nbytes > self._key_bytes:
             whose = "this access key's requests"
-        elif self._held_bytes + nbytes > self._total_bytes:
+        elif held_bytes + nbytes > (left_bytes // 2 if others_bytes else left_bytes):
             whose = "all requests together"
         else:
             self._held[access_key] += nbytes

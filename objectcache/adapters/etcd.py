@@ -24,7 +24,7 @@ CONNECT_S = 2.0
 WATCH_S = 30.0
 """A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
 ENTRIES_MAX = 2_048
-"""A range has no more: a cluster has 1,024 members."""
+"""A page of a range has no more: a cluster has 1,024 members."""
 ANSWER_BYTES_MAX = LINE_BYTES_MAX = 8 << 20
 VALUES_MAX = 8 * ENTRIES_MAX
 """So many values of JSON are parsed at once. Anybody who may write to etcd chooses how many there are, and the event
@@ -112,20 +112,28 @@ class Etcd:
         if self._session is not None:
             await self._session.close()
 
-    async def range(self, prefix: str) -> Found:
-        """The entries under a prefix, as of now: a majority of etcd agrees. Raises EtcdError, also where there are more
-        than ENTRIES_MAX.
+    async def range(self, prefix: str, entries_max: int = ENTRIES_MAX) -> Found:
+        """The entries under a prefix, as of now: a majority of etcd agrees. They come in pages of ENTRIES_MAX, all of
+        the first one's revision. Raises EtcdError, also where there are more than `entries_max`.
         """
         bounds = {"key": _b64(prefix), "range_end": _b64(_after(prefix)), "limit": str(ENTRIES_MAX)}
-        answer = await self.call("kv/range", bounds)
-        try:
-            if answer.get("more"):
-                raise EtcdError(f"there are more than {ENTRIES_MAX} entries under {prefix}")
-            header = answer["header"]
-            entries = tuple(_entry(each) for each in answer.get("kvs", ()))
-            return Found(int(header["cluster_id"]), int(header["revision"]), entries)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EtcdError(f"etcd's answer makes no sense: {type(error).__name__} {error}") from error
+        entries: list[Entry] = []
+        cluster_id = revision = 0
+        while True:
+            answer = await self.call("kv/range", bounds)
+            try:
+                found = answer.get("kvs", ())
+                entries += map(_entry, found)
+                if not revision:
+                    cluster_id, revision = int(answer["header"]["cluster_id"]), int(answer["header"]["revision"])
+                if len(entries) > entries_max or (answer.get("more") and len(entries) == entries_max):
+                    raise EtcdError(f"there are more than {entries_max} entries under {prefix}")
+                if not answer.get("more"):
+                    return Found(cluster_id, revision, tuple(entries))
+                after_last = base64.b64decode(found[-1]["key"]) + b"\0"
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise EtcdError(f"etcd's answer makes no sense: {type(error).__name__} {error}") from error
+            bounds |= {"key": base64.b64encode(after_last).decode(), "revision": str(revision)}
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Set a key. Raises EtcdError."""

@@ -12,6 +12,8 @@ from objectcache.orchestrator.rules.forwarded_headers import forwarded_headers
 from objectcache.orchestrator.settings import OrchestratorSettings
 
 ANYBODY = Tenant("")
+OPERATORS = "/_orchestrator"
+"""The caller whose memory operators use. No address is named so."""
 
 
 class Access:
@@ -32,6 +34,10 @@ class Access:
         if tenant is None:
             raise Refusal(401, "the API key is missing, or not known", code="invalid_api_key")
         return self._orders.tenant(tenant)
+
+    def caller(self, http: web.BaseRequest) -> str:
+        """Whoever shares memory with others: the tenant, and without tenants the address that asks. Raises Refusal."""
+        return self.tenant(http).name or http.remote or ""
 
     def require_admin(self, http: web.BaseRequest) -> None:
         """An operator has the token. A peer on this host proves nothing: a proxy there brings the whole world. Raises

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from objectcache.orchestrator.access import ANYBODY
+from objectcache.orchestrator.access import ANYBODY, OPERATORS
 from objectcache.orchestrator.answers import Refusal
 from objectcache.orchestrator.metadata import MetadataError, NameTakenError
 from objectcache.orchestrator.receipts import described
@@ -92,7 +92,7 @@ def _engines_state(parts: Orchestrator) -> list[dict[str, Any]]:
 
 async def route(parts: Orchestrator, http: web.BaseRequest, _: str) -> web.Response:
     """The engine that a request would go to, with every engine's terms; nothing is sent."""
-    async with parts.bodies.of(http, ANYBODY) as body:
+    async with parts.bodies.of(http, OPERATORS) as body:
         kind = RequestKind.CHAT if b'"messages"' in body.raw else RequestKind.COMPLETIONS
         asked = (await parts.bodies.read(http, body.raw, kind, ANYBODY)).asked
         body.becomes(b"", asked.nbytes)
@@ -173,7 +173,7 @@ async def set_quota(parts: Orchestrator, http: web.BaseRequest, name: str) -> we
 
 
 async def _document(parts: Orchestrator, http: web.BaseRequest) -> Mapping[str, Any]:
-    async with parts.bodies.of(http, ANYBODY) as body:
+    async with parts.bodies.of(http, OPERATORS) as body:
         if len(body.raw) > ADMIN_BYTES_MAX:
             raise Refusal(413, f"the body is larger than {ADMIN_BYTES_MAX} bytes")
         try:

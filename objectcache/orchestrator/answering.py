@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -16,18 +17,17 @@ from objectcache.orchestrator.gate import TooBusyError
 from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.relay import Held, send_whole
 from objectcache.orchestrator.response_cache import Collected, Kept
-from objectcache.orchestrator.router import NoEngineError, Prompt, Routed
+from objectcache.orchestrator.router import NoEngineError, Routed
 from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.rules.cross_origin import answer_headers
-from objectcache.orchestrator.rules.openai_requests import RequestKind, TokenIds
-from objectcache.orchestrator.rules.reading import ReadBody
+from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind
 from objectcache.orchestrator.service import Orchestrator
 from objectcache.orchestrator.tokenizer import NoTokensError
 from objectcache.orchestrator.under_way import stopping
 
 ATTEMPTS_MAX = 3
 TOKEN_CHARACTERS = 4
-"""About so many characters of a body are a token: fair shares need no more before a request is admitted."""
+"""About so many characters of a body are a token."""
 
 
 class Answering:
@@ -69,22 +69,25 @@ class Answering:
     async def _answered(self, tenant: Tenant, receipt: Receipt) -> web.StreamResponse:
         """Read the body, and answer it: as the same request was answered before, or by an engine."""
         parts = self._parts
-        async with parts.bodies.of(self._http, tenant) as body:
+        async with parts.bodies.of(self._http, parts.access.caller(self._http)) as body:
             read = await parts.bodies.read(self._http, body.raw, self._kind, tenant)
             body.becomes(read.raw, read.asked.nbytes)
-            identity = parts.fleet.identity(read.asked.model)
+            model = read.asked.model
+            identity = parts.fleet.identity(model)
             key = f"{read.response_key} {identity}" if read.response_key and identity else None
             kept = None if key is None else parts.responses.find(key, time.monotonic())
             if kept is not None:
                 receipt.reason = "exact hit"
+                body.drop()
                 return await self._replayed(kept, receipt.request_id)
-            exchange = self._exchange(tenant, receipt, body, read, is_kept=key is not None)
+            exchange = self._exchange(tenant, receipt, body, read.asked, is_kept=key is not None)
+            del read  # the exchange gives its parts up when the answer begins
             try:
                 response = await self._admitted(exchange, tenant)
                 if isinstance(response, web.Response):  # an engine's refusal, which no other engine has bettered
                     response = await send_whole(self._http, response)
                 receipt.status = response.status
-                if key is not None and parts.fleet.identity(read.asked.model) == identity:
+                if key is not None and parts.fleet.identity(model) == identity:
                     self._keep(key, exchange, response)
                 return response
             finally:
@@ -108,12 +111,12 @@ class Answering:
         await response.write_eof()
         return response
 
-    def _exchange(self, tenant: Tenant, receipt: Receipt, body: Body, read: ReadBody, *, is_kept: bool) -> Exchange:
+    def _exchange(self, tenant: Tenant, receipt: Receipt, body: Body, asked: Asked, *, is_kept: bool) -> Exchange:
         parts = self._parts
         return Exchange(
             http=self._http,
             path=self._http.path,
-            asked=read.asked,
+            asked=asked,
             body=body,
             tenant=tenant.name,
             headers=parts.access.forwarded(self._http, receipt.request_id),
@@ -129,41 +132,40 @@ class Answering:
         """The answer of an engine. The request has a place only while engines work for it: it waits for an engine, and
         for tokens that are made here, without one.
         """
-        asked, receipt, gate = exchange.asked, exchange.receipt, self._parts.gate
-        tokens = asked.tokens
-        if tokens is None and self._parts.tokens.are_made_here:
-            tokens = await self._tokens(exchange)
-            exchange.body.becomes(exchange.body.raw, asked.nbytes + (0 if tokens is None else tokens.nbytes))
-        until_s = time.monotonic() + self._parts.settings.admission.deadline_s
-        known = len(exchange.body.raw) // TOKEN_CHARACTERS if tokens is None else len(tokens)
+        parts, receipt, model = self._parts, exchange.receipt, exchange.asked.model
+        if parts.tokens.are_made_here:
+            await self._tokenize(exchange)
+        until_s = time.monotonic() + parts.settings.admission.deadline_s
         try:
             for _ in range(ATTEMPTS_MAX):
-                await self._engine_comes(asked.model, tenant, until_s)
-                needed = known + asked.output_tokens
-                async with gate.admitted(receipt.request_id, tenant, needed, until_s) as exchange.place:
+                await self._engine_comes(model, tenant, until_s)
+                needed = _tokens_about(exchange) + exchange.asked.output_tokens
+                async with parts.gate.admitted(receipt.request_id, tenant, needed, until_s) as exchange.place:
                     receipt.waited_s += exchange.place.waited_s
-                    if tokens is None and not self._parts.tokens.are_made_here:
-                        tokens = await self._tokens(exchange)
-                    response = await self._routed(exchange, tokens)
+                    if not parts.tokens.are_made_here:
+                        await self._tokenize(exchange)
+                    response = await self._routed(exchange)
                 if response is not None:
                     return response
         except TooBusyError as error:
             raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
         raise Refusal(503, "every engine has failed, again and again", code="no_engine", retry_after_s=1)
 
-    async def _tokens(self, exchange: Exchange) -> TokenIds | None:
-        """The prompt's tokens; None where they cannot be known."""
+    async def _tokenize(self, exchange: Exchange) -> None:
+        """Have the prompt's tokens, unless they are there, or cannot be known."""
         asked, parts = exchange.asked, self._parts
-        if asked.to_tokenize is None:
-            return None
+        if asked.tokens is not None or asked.to_tokenize is None:
+            return
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(parts.settings.admission.deadline_s):
                 able = parts.fleet.able(asked.model)
-                return await parts.tokens.of(asked, able, exchange.headers, exchange.tenant)
+                tokens = await parts.tokens.of(asked, able, exchange.headers, exchange.tenant)
         except (NoTokensError, TimeoutError) as error:
-            exchange.receipt.note = f"routed without its tokens: {error or 'they were not made in time'}"
-            return None
+            exchange.receipt.note = f"routed without its tokens: {str(error) or 'they were not made in time'}"
+        else:
+            exchange.asked = replace(asked, tokens=tokens)
+            exchange.body.becomes(exchange.body.raw, exchange.asked.nbytes)
         finally:
             exchange.receipt.tokenize_s = time.monotonic() - began_s
 
@@ -177,22 +179,24 @@ class Answering:
         with parts.gate.without_engine(tenant):
             while parts.fleet.may_come(model):
                 left_s = until_s - time.monotonic()
-                if left_s <= 0 or not await parts.fleet.comes(left_s):
+                if left_s <= 0 or not await parts.fleet.comes(model, left_s):
                     problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
                     raise Refusal(503, problem, code="no_engine", retry_after_s=1)
 
-    async def _routed(self, exchange: Exchange, tokens: TokenIds | None) -> web.StreamResponse | None:
+    async def _routed(self, exchange: Exchange) -> web.StreamResponse | None:
         """Send the request, to another engine where one fails before it has answered. None where all engines are gone
         and one may come back.
         """
         receipt, parts = exchange.receipt, self._parts
-        prompt = await self._prompt(exchange, tokens)
+        await self._look_up(exchange)
         tried: list[str] = []
         failure: AttemptFailed | None = None
         refused: list[str] = []
         while len(tried) < ATTEMPTS_MAX:
             try:
-                routed = self._decided(exchange, prompt, tried)
+                async with parts.deciding.turn():
+                    routed = self._decided(exchange, tried)
+                    parts.router.sent(routed, exchange.asked, receipt.request_id, exchange.prompt)
             except NoEngineError as error:
                 if error.status == 503 and parts.fleet.may_come(exchange.asked.model):
                     return None
@@ -202,7 +206,7 @@ class Answering:
                 raise Refusal(error.status, str(error), code="no_engine", retry_after_s=retry_after_s) from None
             tried.append(routed.engine.name)
             try:
-                response = await self._sent(exchange, routed, prompt)
+                response = await self._sent(exchange, routed)
             except AttemptFailed as error:
                 parts.meter.failed_over()
                 receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
@@ -217,15 +221,16 @@ class Answering:
             return failure.answer
         raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
 
-    async def _prompt(self, exchange: Exchange, tokens: TokenIds | None) -> Prompt | None:
-        """The prompt with the store's answers, computed by a prefill engine where that is wanted."""
-        exchange.receipt.prompt_tokens = None if tokens is None else len(tokens)
-        if tokens is None or not len(tokens):
-            return None
-        prompt = await self._parts.router.prompt(exchange.asked, tokens, exchange.receipt)
-        return await self._parts.prefill.compute(exchange, prompt)
+    async def _look_up(self, exchange: Exchange) -> None:
+        """Have the prompt with the store's answers, computed by a prefill engine where that is wanted."""
+        tokens, receipt = exchange.asked.tokens, exchange.receipt
+        receipt.prompt_tokens = None if tokens is None else len(tokens)
+        exchange.prompt = None
+        if tokens is not None and len(tokens):
+            exchange.prompt = await self._parts.router.prompt(exchange.asked, tokens, receipt)
+            await self._parts.prefill.compute(exchange)
 
-    def _decided(self, exchange: Exchange, prompt: Prompt | None, tried: list[str]) -> Routed:
+    def _decided(self, exchange: Exchange, tried: list[str]) -> Routed:
         """The engine. Raises NoEngineError."""
         parts, asked, receipt = self._parts, exchange.asked, exchange.receipt
         began_s = time.monotonic()
@@ -233,16 +238,16 @@ class Answering:
         home = home if home in parts.engines else None
         if asked.previous and home is None and parts.settings.tenants:
             raise NoEngineError(f"no response {asked.previous!r} is known here", 404)
-        routed = parts.router.decide(asked, receipt.request_id, prompt, without=tried, home=home)
+        routed = parts.router.decide(asked, receipt.request_id, exchange.prompt, without=tried, home=home)
         receipt.decide_s = time.monotonic() - began_s
         receipt.routed(routed.decision)
         parts.meter.decided(routed.decision, receipt.decide_s)
         return routed
 
-    async def _sent(self, exchange: Exchange, routed: Routed, prompt: Prompt | None) -> web.StreamResponse:
+    async def _sent(self, exchange: Exchange, routed: Routed) -> web.StreamResponse:
         """One attempt; the engine's books have the request until it ends, however it ends. Raises AttemptFailed."""
-        parts, asked, engine = self._parts, exchange.asked, routed.engine
-        parts.router.sent(routed, asked, exchange.receipt.request_id, prompt)
+        parts, engine = self._parts, routed.engine
+        first_block = parts.router.first_block(engine, exchange.prompt)
         is_complete = False
         try:
             response = await parts.dispatch.send(exchange, routed)
@@ -252,10 +257,10 @@ class Answering:
             return response
         finally:
             engine.books.end(exchange.receipt.request_id, time.monotonic(), is_complete=is_complete)
-            if is_complete and prompt is not None:
-                parts.token_checks.begin(engine, prompt)
-            if parts.writing is not None and asked.session:
-                parts.writing.note_session(asked.session, engine.name)
+            if is_complete and first_block is not None:
+                parts.token_checks.begin(engine, first_block)
+            if parts.writing is not None and exchange.asked.session:
+                parts.writing.note_session(exchange.asked.session, engine.name)
 
     def _keep(self, key: str, exchange: Exchange, response: web.StreamResponse) -> None:
         """Keep the answer for the same request, where it came whole and well."""
@@ -268,3 +273,9 @@ class Answering:
     @property
     def _cors(self) -> Mapping[str, str]:
         return answer_headers(self._parts.settings.cors_origins, self._http.headers)
+
+
+def _tokens_about(exchange: Exchange) -> int:
+    """The tokens of the prompt, or about how many it has: fair shares need no more."""
+    tokens = exchange.asked.tokens
+    return len(exchange.body.raw) // TOKEN_CHARACTERS if tokens is None else len(tokens)

@@ -44,10 +44,10 @@ class Body:
     """A request's body, whose bytes count until the block ends. `async with` reads it, and raises Refusal."""
 
     def __init__(
-        self, http: web.BaseRequest, tenant: str, settings: OrchestratorSettings, budget: DocumentBudget
+        self, http: web.BaseRequest, caller: str, settings: OrchestratorSettings, budget: DocumentBudget
     ) -> None:
         self._http = http
-        self._tenant = tenant
+        self._caller = caller
         self._settings = settings
         self._budget = budget
         self._counted_bytes = 0
@@ -62,7 +62,12 @@ class Body:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._budget.give_back(self._tenant, self._counted_bytes)
+        self.drop()
+
+    def drop(self) -> None:
+        """The body is needed no more."""
+        self.raw = b""
+        self._budget.give_back(self._caller, self._counted_bytes)
         self._counted_bytes = 0
 
     def becomes(self, raw: bytes, others_bytes: int) -> None:
@@ -71,25 +76,27 @@ class Body:
         if nbytes > self._counted_bytes:
             self._take(nbytes - self._counted_bytes)
         else:
-            self._budget.give_back(self._tenant, self._counted_bytes - nbytes)
+            self._budget.give_back(self._caller, self._counted_bytes - nbytes)
             self._counted_bytes = nbytes
         self.raw = raw
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
         """Count so many bytes more within the block: another copy of the body. Raises Refusal."""
-        self._take(nbytes)
+        try:
+            self._budget.take(self._caller, nbytes)
+        except ObjectCacheError as error:
+            raise _too_busy(error) from None
         try:
             yield
         finally:
-            self._budget.give_back(self._tenant, nbytes)
-            self._counted_bytes -= nbytes
+            self._budget.give_back(self._caller, nbytes)
 
     def _take(self, nbytes: int) -> None:
         try:
-            self._budget.take(self._tenant, nbytes)
+            self._budget.take(self._caller, nbytes)
         except ObjectCacheError as error:
-            raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
+            raise _too_busy(error) from None
         self._counted_bytes += nbytes
 
     async def _read(self) -> bytes:
@@ -112,6 +119,10 @@ class Body:
         return bytes(body)
 
 
+def _too_busy(error: ObjectCacheError) -> Refusal:
+    return Refusal(503, error.message, code="too_busy", retry_after_s=1)
+
+
 class Bodies:
     """Takes the bodies of requests. `keeps_answers` is whether answers are kept by what was asked."""
 
@@ -124,9 +135,14 @@ class Bodies:
         self._keeps_answers = keeps_answers
         self._budget = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
 
-    def of(self, http: web.BaseRequest, tenant: Tenant) -> Body:
-        """The body of a request, which is read when its block is entered."""
-        return Body(http, tenant.name, self._settings, self._budget)
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that count now."""
+        return self._budget.held_bytes
+
+    def of(self, http: web.BaseRequest, caller: str) -> Body:
+        """The body of a request, which is read when its block is entered. It counts among those of `caller`."""
+        return Body(http, caller, self._settings, self._budget)
 
     async def read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
         """The parts of a body that decide, and the body as it may go on. Raises Refusal."""

@@ -31,7 +31,11 @@ ASKED_BYTES_MAX = 1 << 17
 """An answer for the orchestrator itself has no more bytes: one token, and where its KV is, which takes vLLM about seven
 bytes for each block. The event loop parses it, which takes 11 ms at worst.
 """
+CONNECT_S = 5.0
 STALLED_S = 30.0
+BLAMED_BYTES_MAX = 64 << 10
+"""An engine that ends the connection of a larger request may have refused it early: its probes say whether it is well.
+"""
 _RETRIED = frozenset({401, 403, 404, 405, 429, 500, 502, 503, 504})
 """Statuses of an engine that another engine may not give. By itself none ejects it: a request of one client may have
 any engine answer 500, and its probes say whether it is well. Where another engine then answers a request with 200 that
@@ -66,7 +70,7 @@ class Dispatch:
         self._session = session
         self._readers = readers
         self._first_byte_s = first_byte_s
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=idle_s)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=idle_s)
 
     async def send(self, exchange: Exchange, routed: Routed) -> web.StreamResponse:
         """One attempt. Raises AttemptFailed where nothing was sent to the client."""
@@ -74,13 +78,16 @@ class Dispatch:
         if routed.rank is not None:
             headers["X-data-parallel-rank"] = str(routed.rank)
         async with AsyncExitStack() as stack:
-            body, params = exchange.body.raw, transfer_params(exchange, routed)
-            if params:
-                body = await stack.enter_async_context(self.changed(exchange, (), {"kv_transfer_params": params}))
-            opened = self._opened(
-                engine, exchange.path, headers, body, exchange.progress, is_stream=exchange.asked.is_stream
-            )
-            answer, first, late = await stack.enter_async_context(opened)
+            async with AsyncExitStack() as copies:  # an engine that answers has its request
+                body, params = exchange.body.raw, transfer_params(exchange, routed)
+                if params:
+                    changed = self.changed(exchange, (), {"kv_transfer_params": params})
+                    body = await copies.enter_async_context(changed)
+                opened = self._opened(
+                    engine, exchange.path, headers, body, exchange.progress, is_stream=exchange.asked.is_stream
+                )
+                answer, first, late = await stack.enter_async_context(opened)
+                del body
             exchange.receipt.attempts.append({"engine": engine.name, "status": answer.status})
             passing = PassingOn(exchange, engine, answer, late)
             if answer.status in _RETRIED:
@@ -88,6 +95,8 @@ class Dispatch:
                 raise AttemptFailed(f"{engine.name} answers {answer.status}", passing.whole(said) if is_all else None)
             if not 200 <= answer.status < 600:
                 raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
+            if answer.content_length is None and "Transfer-Encoding" not in answer.headers:
+                exchange.keep_not()  # its end looks like that of an engine that was killed
             if answer.status == 200:  # a refusal comes at once, and says nothing of the time of a prefill
                 self._noted_first_byte(exchange, routed, first)
             if media_type_of(answer.headers) == EVENT_STREAM:
@@ -99,7 +108,7 @@ class Dispatch:
             exchange.keep(said)
             exchange.computed(engine, answer.status)
             engine.succeeded()
-            exchange.is_begun = True
+            exchange.begin()
             return await send_whole(exchange.http, passing.whole(said))
 
     @asynccontextmanager
@@ -135,6 +144,7 @@ class Dispatch:
         take as long elsewhere. Raises AttemptFailed; Refusal for such an answer.
         """
         late: list[str] = []
+        nbytes = len(body)
         checks: list[asyncio.TimerHandle] = []
         opened: list[aiohttp.ClientResponse] = []
         task = asyncio.current_task()
@@ -172,6 +182,7 @@ class Dispatch:
             try:
                 try:
                     first = await getting
+                    body = b""  # a client that reads slowly must not keep it here
                 except asyncio.CancelledError:
                     if late and not task.cancelling():
                         raise AttemptFailed(late[0]) from None
@@ -179,6 +190,9 @@ class Dispatch:
                 except aiohttp.ClientConnectorError as error:
                     engine.failed(str(error), is_certain=isinstance(error.os_error, ConnectionRefusedError))
                     raise AttemptFailed(f"{engine.name}: {error}") from error
+                except aiohttp.ConnectionTimeoutError as error:
+                    engine.failed(f"{path}: no connection within {CONNECT_S:g} s")
+                    raise AttemptFailed(f"{engine.name} cannot be reached") from error
                 except TimeoutError as error:
                     if not is_stream:
                         problem = f"{engine.name} has not answered within {self._first_byte_s:g} s; ask for a stream"
@@ -186,7 +200,8 @@ class Dispatch:
                     engine.failed(f"{path}: no first byte in time")
                     raise AttemptFailed(f"{engine.name} has not answered in time") from error
                 except (aiohttp.ClientError, OSError) as error:
-                    engine.failed(f"{path}: {type(error).__name__} {error}")
+                    if nbytes <= BLAMED_BYTES_MAX:
+                        engine.failed(f"{path}: {type(error).__name__} {error}")
                     raise AttemptFailed(f"{engine.name}: {type(error).__name__} {error}") from error
                 yield opened[0], first, late
             finally:

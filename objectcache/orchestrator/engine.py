@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from descriptors.recompute import PrefillCosts
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed
 from objectcache.adapters.whole_answers import read_whole
 from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, Turns
@@ -180,6 +181,7 @@ class Engine:
 
     async def run(self) -> None:
         """Probe it and read its events until cancelled."""
+        CALLER.set(self.name)  # large metrics of one engine take no turns of others
         try:
             while True:
                 try:

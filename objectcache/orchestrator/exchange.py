@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -15,6 +15,7 @@ from objectcache.orchestrator.gate import Place
 from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.relay import Held
 from objectcache.orchestrator.response_cache import Collected
+from objectcache.orchestrator.router import Prompt
 from objectcache.orchestrator.rules.kept_responses import response_id
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind
 from objectcache.orchestrator.under_way import UnderWay
@@ -53,12 +54,23 @@ class Exchange:
     """The answer of a prefill engine, for the engine that goes on."""
     kept: Collected | None = None
     """The pieces of the answer, where they may be kept."""
+    prompt: Prompt | None = None
+    """Its prompt, once its tokens are known, until the client has some of the answer."""
     is_begun: bool = False
     """Whether the client has some of the answer, so that its status is out."""
     is_broken: bool = False
     progress: Progress = field(default_factory=Progress)
     response_id: str = ""
     """The id of the response that was answered, where the engine keeps it."""
+
+    def begin(self) -> None:
+        """The client gets an answer: no other engine will be asked, so nothing of the request is needed any more. A
+        client that reads slowly must not keep the memory that others need for theirs.
+        """
+        self.is_begun = True
+        self.prompt = None
+        self.asked = replace(self.asked, tokens=None, to_tokenize=None)
+        self.body.drop()
 
     def note_response(self, beginning: bytes) -> None:
         """Note the id of a response, at the beginning of its answer."""
@@ -91,11 +103,14 @@ class Exchange:
     def break_off(self) -> None:
         """The answer is not whole, and is not kept."""
         self.is_broken = True
+        self.keep_not()
+
+    def keep_not(self) -> None:
+        """Do not keep the answer, whatever comes of it."""
         if self.kept is not None:
             self.kept.drop()
 
     def drop(self) -> None:
         """The request is over: nothing of its answer is held or collected any more."""
         self.held.drop()
-        if self.kept is not None:
-            self.kept.drop()
+        self.keep_not()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,7 @@ from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
 from objectcache.orchestrator.writing import Writing
 
+WOKEN_MAX = 64
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +52,10 @@ class Fleet:
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
         self._turns = Turns()
-        self._up = asyncio.Event()
+        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
+        """The requests that wait for an engine, by model."""
+        self._woken: deque[asyncio.Future[None]] = deque()
+        self._is_waking = False
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._following: set[asyncio.Task[None]] = set()
 
@@ -88,13 +94,21 @@ class Fleet:
         now_s = time.monotonic()
         return [each for each in self.engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
 
-    async def comes(self, within_s: float) -> bool:
-        """Wait until an engine takes requests again; False where none does within that time."""
+    async def comes(self, model: str, within_s: float) -> bool:
+        """Wait until an engine takes requests for the model again; False where none does within that time."""
+        coming = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(model, {})[coming] = None
         try:
             async with asyncio.timeout(within_s):
-                await self._up.wait()
+                await coming
         except TimeoutError:
             return False
+        finally:
+            waiting = self._waiting.get(model)
+            if waiting is not None:
+                waiting.pop(coming, None)
+                if not waiting:
+                    del self._waiting[model]
         return True
 
     def has_prefill(self) -> bool:
@@ -200,11 +214,30 @@ class Fleet:
     def _drained(self, name: str, *, is_wanted: bool) -> None:
         self.engines[name].liveness.drain(is_wanted=is_wanted)
         if not is_wanted:
-            self._is_up()
+            self._is_up(name)
 
-    def _is_up(self) -> None:
-        up, self._up = self._up, asyncio.Event()
-        up.set()
+    def _is_up(self, name: str) -> None:
+        """Wake the requests that wait for a model of this engine."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        for model in [model for model in self._waiting if engine.serves(model)]:
+            self._woken.extend(self._waiting.pop(model))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Thousands may wait, and each has some work to do at once: a portion goes on in one pass of the loop."""
+        for _ in range(min(WOKEN_MAX, len(self._woken))):
+            coming = self._woken.popleft()
+            if not coming.done():
+                coming.set_result(None)
+        if self._woken and not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_more)
+
+    def _wake_more(self) -> None:
+        self._is_waking = False
+        self._wake()
 
     async def _join(self, settings: EngineSettings) -> None:
         writing = self._writing
@@ -221,7 +254,7 @@ class Fleet:
             known,
             writing,
             self._engine_headers,
-            self._is_up,
+            partial(self._is_up, name),
             self._turns,
         )
         self._watches[name] = asyncio.create_task(engine.run())

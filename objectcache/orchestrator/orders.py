@@ -17,6 +17,9 @@ from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.writing import Writing
 
 PINS_MAX = 10_000
+PAST_S = 60.0
+"""Clocks differ: a pin is over for every orchestrator so long after its end."""
+PAST_AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +75,7 @@ class Orders:
         pin = None
         if document is not None:
             pin = self._pin_of(document)
+            await self._forget_past()
             if len(self.pins) >= PINS_MAX and prefix not in self.pins:
                 raise ValueError(f"there are {PINS_MAX} pins already")
         if self._registry is not None:
@@ -82,6 +86,17 @@ class Orders:
             self.pins.pop(prefix, None)
         else:
             self.pins[prefix] = pin
+
+    async def _forget_past(self) -> None:
+        """Take some pins away whose time is over: nobody else does. Raises MetadataError."""
+        now = time.time()
+        past = [prefix for prefix, pin in self.pins.items() if pin.until is not None and pin.until < now - PAST_S]
+        for prefix in past[:PAST_AT_ONCE]:
+            if self._registry is not None:
+                await self._registry.pin(prefix, None)
+            if self._writing is not None:
+                await self._writing.pin(prefix, None, None)
+            self.pins.pop(prefix, None)
 
     def follow_pins(self, changed: Mapping[str, Document | None]) -> None:
         """Pins of the registry. One to an engine that is not known here counts when the engine joins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 from aiohttp import web
@@ -13,10 +14,13 @@ from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.exchange import ENGINE_HEADER, REQUEST_HEADER, Exchange
 from objectcache.orchestrator.relay import Relay, SlowReaderError
 from objectcache.orchestrator.rules.media_type import media_type_of
+from objectcache.orchestrator.rules.openai_requests import is_encodable
 from objectcache.orchestrator.under_way import stopping
 
 WHOLE_BYTES_MAX = 1 << 20
 """An answer that is read to its end before it goes on has no more bytes."""
+LEAST_BYTES_PER_S = 64 << 10
+"""An answer whose length is known is read at least so fast: it keeps a connection to its engine meanwhile."""
 EVENT_STREAM = "text/event-stream"
 _PASSED_ON = frozenset(
     {
@@ -53,6 +57,7 @@ class PassingOn:
                 if not piece:
                     return bytes(body), True
                 body += piece
+                exchange.progress.at_s = time.monotonic()
                 has_room = exchange.held.take(len(piece))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not late:
@@ -68,19 +73,19 @@ class PassingOn:
         """Pass the pieces on as they come."""
         exchange, engine, answer = self._exchange, self._engine, self._answer
         response = web.StreamResponse(status=answer.status, headers=self._headers())
-        exchange.is_begun = True
+        exchange.begin()
         if answer.content_length is not None:  # whoever says its length has computed it
             exchange.computed(engine, answer.status)
         await response.prepare(exchange.http)
-        relay = Relay(response, exchange.http, exchange.held)
-        write = relay.write if answer.content_length is None else response.write
+        extra_s = (answer.content_length or 0) / LEAST_BYTES_PER_S
+        relay = Relay(response, exchange.http, exchange.held, extra_s)
         piece = first
         exchange.note_response(first)
         try:
             try:
                 while piece:
                     exchange.keep(piece)
-                    await write(piece)
+                    await relay.write(piece)
                     piece = await answer.content.readany()
                 exchange.computed(engine, answer.status)
                 await relay.flush()
@@ -131,7 +136,11 @@ class PassingOn:
         await response.write(b"\n\n" + Refusal(502, message, code="engine_lost").event())  # a line may be cut
 
     def _headers(self) -> dict[str, str]:
-        kept = {name: value for name, value in self._answer.headers.items() if _is_passed_on(name.lower())}
+        kept = {
+            name: value
+            for name, value in self._answer.headers.items()
+            if _is_passed_on(name.lower()) and is_encodable(value)
+        }
         kept[ENGINE_HEADER], kept[REQUEST_HEADER] = self._engine.name, self._exchange.receipt.request_id
         return {**kept, **self._exchange.cors}
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.answers import AttemptFailed
 from objectcache.orchestrator.dispatch import Dispatch, transfer_params
 from objectcache.orchestrator.exchange import Exchange
@@ -37,31 +38,35 @@ _DROPPED = (
 class Prefill:
     """Has prompts of more than `tokens_min` tokens computed by prefill engines, where there are any."""
 
-    def __init__(self, fleet: Fleet, router: Router, dispatch: Dispatch, tokens_min: int) -> None:
+    def __init__(self, fleet: Fleet, router: Router, dispatch: Dispatch, deciding: LoopShare, tokens_min: int) -> None:
         self._fleet = fleet
         self._router = router
         self._dispatch = dispatch
+        self._deciding = deciding
         self._tokens_min = tokens_min
 
-    async def compute(self, exchange: Exchange, prompt: Prompt) -> Prompt:
+    async def compute(self, exchange: Exchange) -> None:
         """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
         it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
         """
-        asked, receipt = exchange.asked, exchange.receipt
-        if not asked.is_generating or len(prompt.tokens) < self._tokens_min or not self._fleet.has_prefill():
-            return prompt
+        asked, receipt, prompt = exchange.asked, exchange.receipt, exchange.prompt
+        if prompt is None or not asked.is_generating or not self._fleet.has_prefill():
+            return
+        if len(prompt.tokens) < self._tokens_min:
+            return
         tried: list[str] = []
         while len(tried) < ENGINES_TRIED_MAX:
-            try:
-                routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
-            except NoEngineError:
-                return prompt
-            engine, prediction = routed.engine, routed.decision.prediction
-            there = max(prediction.held_tokens, prediction.stored_tokens)
-            if len(prompt.tokens) - there <= self._tokens_min:
-                return prompt
+            async with self._deciding.turn():
+                try:
+                    routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
+                except NoEngineError:
+                    return
+                engine, prediction = routed.engine, routed.decision.prediction
+                there = max(prediction.held_tokens, prediction.stored_tokens)
+                if len(prompt.tokens) - there <= self._tokens_min:
+                    return
+                self._router.sent(routed, asked, receipt.request_id, prompt)
             tried.append(engine.name)
-            self._router.sent(routed, asked, receipt.request_id, prompt)
             try:
                 answer = await self._answer(exchange, routed)
             except AttemptFailed as error:
@@ -73,9 +78,9 @@ class Prefill:
             params = answer.get("kv_transfer_params")
             if isinstance(params, dict) and params:
                 exchange.transfer_params = params
-                return prompt
-            return await self._stored(exchange, prompt)
-        return prompt
+            else:
+                exchange.prompt = await self._stored(exchange, prompt)
+            return
 
     async def _answer(self, exchange: Exchange, routed: Routed) -> dict[str, Any]:
         """A prefill engine's answer to one token, of no stream, whose KV another engine may have."""

@@ -60,9 +60,17 @@ class Readers:
         self._running: Counter[str] = Counter()
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._left: set[asyncio.Task[tuple[dict[str, Any], list[bytes]]]] = set()
+        """Frames whose callers have hung up."""
         self._is_stopped = False
         self.failure_count = 0
         """How many processes were ended because they took too long, or ended by themselves."""
+        self.started_count = 0
+
+    @property
+    def busy_count(self) -> int:
+        """Frames that are read, or wait for a process."""
+        return self._running.total()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -77,6 +85,9 @@ class Readers:
     async def stop(self) -> None:
         """End all processes."""
         self._is_stopped = True
+        for task in self._left:
+            task.cancel()
+        await asyncio.gather(*self._left, return_exceptions=True)
         while self._idle:
             self._end(self._idle.pop())
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -111,20 +122,43 @@ class Readers:
         return np.frombuffer(tokens, np.uint32)
 
     async def _asked(self, tenant: str, head: Mapping[str, Any], blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
-        async with self.turn(tenant):
-            try:
-                answer, blobs = await self._answered(head, blob)
-            except _LostError:  # it may have been killed for another reason than this body
-                try:
-                    answer, blobs = await self._answered(head, blob, is_fresh=True)
-                except _LostError as error:
-                    raise ReadingError("it takes too much memory to read") from error
+        """The answer to a frame. A caller that hangs up while a process reads its frame leaves it to the process: one
+        that was ended would have to be started anew, for the next tenant's body.
+        """
+        begun = asyncio.Event()
+        reading_it = asyncio.create_task(self._in_turn(tenant, head, blob, begun))
+        try:
+            answer, blobs = await asyncio.shield(reading_it)
+        except asyncio.CancelledError:
+            if not begun.is_set():
+                reading_it.cancel()
+            self._left.add(reading_it)
+            reading_it.add_done_callback(self._left_is_over)
+            raise
         problem = answer.get("error")
         if problem is None:
             return answer, blobs
         if answer["about"] == "request":
             raise WrongRequestError(problem, answer["field"])
         raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
+
+    async def _in_turn(
+        self, tenant: str, head: Mapping[str, Any], blob: bytes, begun: asyncio.Event
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        async with self.turn(tenant):
+            begun.set()
+            try:
+                return await self._answered(head, blob)
+            except _LostError:  # it may have been killed for another reason than this body
+                try:
+                    return await self._answered(head, blob, is_fresh=True)
+                except _LostError as error:
+                    raise ReadingError("it takes too much memory to read") from error
+
+    def _left_is_over(self, task: asyncio.Task[tuple[dict[str, Any], list[bytes]]]) -> None:
+        self._left.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody else asks
 
     async def _answered(
         self, head: Mapping[str, Any], blob: bytes, *, is_fresh: bool = False
@@ -189,6 +223,7 @@ class Readers:
         except OSError as error:
             raise ReadingError(f"no process can be started: {error}", is_busy=True) from error
         reader = _Reader(process)
+        self.started_count += 1
         try:
             async with asyncio.timeout(START_S):
                 head, _ = await reader.answer()

@@ -24,6 +24,8 @@ from objectcache.orchestrator.metadata import MetadataError
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 ENTRY_BYTES_MAX = 16_384
+ENTRIES_MAX = 16_384
+"""A kind has no more entries: 10,000 pins."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 _log = logging.getLogger(__name__)
 Engines = Mapping[str, tuple[EngineSettings, bool]]
@@ -147,7 +149,7 @@ class _Table:
         self.task = asyncio.create_task(self._watch())
 
     async def _read(self) -> None:
-        found = await self._etcd.range(self._prefix)
+        found = await self._etcd.range(self._prefix, ENTRIES_MAX)
         values = {entry.key.removeprefix(self._prefix): entry.value for entry in found.entries}
         gone: dict[str, Document | None] = {name: None for name in self._values if name not in values}
         changed = {name: value for name, value in values.items() if self._values.get(name) != value}

@@ -62,10 +62,12 @@ class Relay:
     the end, whatever has happened.
     """
 
-    def __init__(self, response: web.StreamResponse, http: web.BaseRequest, held: Held) -> None:
+    def __init__(self, response: web.StreamResponse, http: web.BaseRequest, held: Held, extra_s: float = 0.0) -> None:
+        """The engine waits `extra_s` more than BLOCKED_S for the client."""
         self._response = response
         self._http = http
         self._held = held
+        self._extra_s = extra_s
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -83,14 +85,16 @@ class Relay:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(max(0.0, BLOCKED_S - self._blocked_s)):
+            async with asyncio.timeout(max(0.0, BLOCKED_S + self._extra_s - self._blocked_s)):
                 while self._writing is not None:
                     await self._some_written()
                     if self._is_held(piece):
                         return
                 await self._response.write(piece)  # there is no memory to hold it
         except TimeoutError:
-            raise SlowReaderError(f"the client has kept an engine waiting for {BLOCKED_S:g} s") from None
+            raise SlowReaderError(
+                f"the client has kept an engine waiting for {BLOCKED_S + self._extra_s:.0f} s"
+            ) from None
         finally:
             self._blocked_s += loop.time() - began_s
 

@@ -23,7 +23,9 @@ from objectcache.orchestrator.store_lookups import LookupKey, StoreLookups, look
 BLOCK_TOKENS_DEFAULT = 16
 CHAIN_TOKENS_MAX = 131_072
 CHAIN_BLOCKS_MAX = 16_384
-"""A decision needs no more of a prompt, for blocks of all sizes together, and naming more would hold the event loop."""
+"""A decision needs no more of a prompt, for blocks of all sizes together, and naming more would hold the event loop.
+Each size has its part: one engine with blocks of one token must not leave the others none.
+"""
 
 
 class NoEngineError(Exception):
@@ -53,13 +55,14 @@ class Prompt:
     salt: str
     stored: Mapping[LookupKey, Stored | None]
     chains: dict[tuple[int, str], list[bytes]]
+    blocks_max: int = CHAIN_BLOCKS_MAX
+    """The blocks that are named of each size."""
 
     def chain(self, block_tokens: int, adapter: str = "") -> list[bytes]:
         """The names of its blocks, for blocks of so many tokens, computed with this adapter."""
         found = self.chains.get((block_tokens, adapter))
         if found is None:
-            blocks = max(1, CHAIN_BLOCKS_MAX - sum(map(len, self.chains.values())))
-            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * blocks)]
+            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * self.blocks_max)]
             found = block_hashes(tokens, block_tokens, root_hash(adapter, self.salt))
             self.chains[block_tokens, adapter] = found
         return found
@@ -109,7 +112,9 @@ class Router:
             found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
         if receipt is not None:
             receipt.lookup_s = time.monotonic() - began_s
-        return Prompt(tokens, asked.model, asked.salt, dict(zip(wanted, found, strict=True)), {})
+        stored = dict(zip(wanted, found, strict=True))
+        kinds = {(self._block_tokens(engine), engine.adapter(asked.model)) for engine in self._engines.values()}
+        return Prompt(tokens, asked.model, asked.salt, stored, {}, CHAIN_BLOCKS_MAX // max(1, len(kinds)))
 
     def decide(
         self,
@@ -169,12 +174,16 @@ class Router:
             chain = self._chain(engine, prompt)
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
 
-    def has_come(self, engine: Engine, prompt: Prompt) -> bool | None:
-        """Whether the engine's events show the prompt's first block; None where events do not say."""
-        chain = self._chain(engine, prompt)
-        if not chain or not engine.is_live or self._engines.get(engine.name) is not engine:
+    def first_block(self, engine: Engine, prompt: Prompt | None) -> bytes | None:
+        """The name of the prompt's first block at an engine; None where it has no whole block."""
+        chain = [] if prompt is None else self._chain(engine, prompt)
+        return chain[0] if chain else None
+
+    def has_come(self, engine: Engine, first_block: bytes) -> bool | None:
+        """Whether the engine's events show a prompt's first block; None where events do not say."""
+        if not engine.is_live or self._engines.get(engine.name) is not engine:
             return None
-        return any(self._index.holds(name, chain[0]) for name in engine.index_names)
+        return any(self._index.holds(name, first_block) for name in engine.index_names)
 
     def _chain(self, engine: Engine, prompt: Prompt) -> list[bytes]:
         """The names of the prompt's blocks at an engine, by what it says of its blocks and of the model."""

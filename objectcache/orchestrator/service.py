@@ -5,6 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.loop_share import LoopShare
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.access import Access
@@ -36,6 +37,8 @@ from objectcache.orchestrator.under_way import UnderWay
 from objectcache.orchestrator.writing import Writing
 
 CONNECTIONS_MAX = 8192
+PROBES_MAX = 1024
+"""Probes have connections of their own: clients that read slowly may keep all others, and engines are well then."""
 
 
 class Orchestrator:
@@ -63,15 +66,11 @@ class Orchestrator:
         self.readers = Readers(settings.tokenizer)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self.writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
-        self._http = aiohttp.ClientSession(
-            connector=careful(aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=UNENCODED,
-            auto_decompress=False,
-        )
+        self._http = _session(CONNECTIONS_MAX)
+        self._probing = _session(PROBES_MAX)
         self.fleet = Fleet(
             settings=settings,
-            http=self._http,
+            http=self._probing,
             index=self.index,
             policy=self.policy,
             writing=self.writing,
@@ -83,12 +82,14 @@ class Orchestrator:
         self.access = Access(settings, self.orders, engine_key)
         self.bodies = Bodies(settings, self.readers, self.access, keeps_answers=self.responses.is_on)
         self.tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), self.readers)
+        self.deciding = LoopShare()
+        """Decisions about long prompts take milliseconds each, and many requests may be woken at once."""
         self.router = Router(self.engines, self.index, self.policy, self._lookups, self.orders.pins)
         self.token_checks = TokenChecks(self.router, self.meter)
         self.dispatch = Dispatch(
             self._http, self.readers, settings.first_byte_timeout_s, settings.stream_idle_timeout_s
         )
-        self.prefill = Prefill(self.fleet, self.router, self.dispatch, settings.prefill_tokens_min)
+        self.prefill = Prefill(self.fleet, self.router, self.dispatch, self.deciding, settings.prefill_tokens_min)
 
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError, OSError,
@@ -113,7 +114,17 @@ class Orchestrator:
         if self._lookups is not None:
             self._lookups.close()
         await self._http.close()
+        await self._probing.close()
         await self.readers.stop()
+
+
+def _session(connections_max: int) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=careful(aiohttp.TCPConnector(limit=connections_max, limit_per_host=0)),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers=UNENCODED,
+        auto_decompress=False,
+    )
 
 
 def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:

@@ -7,7 +7,7 @@ import logging
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.meter import Meter
-from objectcache.orchestrator.router import Prompt, Router
+from objectcache.orchestrator.router import Router
 
 UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
@@ -30,10 +30,10 @@ class TokenChecks:
         """Comparisons of prompts with events that are to come."""
         return len(self._checks)
 
-    def begin(self, engine: Engine, prompt: Prompt) -> None:
-        """The engine has answered the prompt."""
+    def begin(self, engine: Engine, first_block: bytes) -> None:
+        """The engine has answered a prompt that begins with this block."""
         if len(self._checks) < CHECKS_MAX:
-            task = asyncio.create_task(self._check(engine, prompt))
+            task = asyncio.create_task(self._check(engine, first_block))
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
 
@@ -43,9 +43,9 @@ class TokenChecks:
             task.cancel()
         await asyncio.gather(*self._checks, return_exceptions=True)
 
-    async def _check(self, engine: Engine, prompt: Prompt) -> None:
+    async def _check(self, engine: Engine, first_block: bytes) -> None:
         await asyncio.sleep(UNMATCHED_CHECK_S)
-        has_come = self._router.has_come(engine, prompt)
+        has_come = self._router.has_come(engine, first_block)
         if has_come is None:
             return
         engine.unmatched_count = 0 if has_come else engine.unmatched_count + 1

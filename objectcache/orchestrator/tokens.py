@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from objectcache.adapters.breaker import Breaker
-from objectcache.adapters.whole_answers import read_whole
+from objectcache.adapters.whole_answers import LongAnswerError, read_whole
 from objectcache.orchestrator.body_pieces import body_in_pieces
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.readers import Readers, ReadingError
@@ -33,6 +33,8 @@ AT_ONCE_BYTES_MAX = 4 << 20
 """
 BLAMED_BYTES_MAX = 64 << 10
 """An engine that has no more than this to make tokens of, and does not answer, has failed."""
+_OF_CLIENTS = b'"chat_template'
+"""A prompt with a template of its own, or with arguments of one, may take any time, and give any number of tokens."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16
 """An answer has about ten bytes for each token, and a prompt has more bytes than tokens."""
 
@@ -167,7 +169,8 @@ class Tokens:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"/tokenize: {type(error).__name__} {error}"
             breaker.failed(time.monotonic())
-            if max(asked_bytes, at_once.total()) <= BLAMED_BYTES_MAX:
+            is_small = max(asked_bytes, at_once.total()) <= BLAMED_BYTES_MAX
+            if is_small and _OF_CLIENTS not in document and not isinstance(error, LongAnswerError):
                 engine.failed(problem)
             raise NoTokensError(problem) from None
         finally:

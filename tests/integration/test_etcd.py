@@ -215,6 +215,23 @@ async def test_another_endpoint_is_asked_where_one_is_gone(shared: EtcdServer) -
     await nobody.close()
 
 
+async def test_a_long_range_comes_in_pages_of_one_revision(shared: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orchestrator could not start any more, once there were 2,049 pins."""
+    monkeypatch.setattr("objectcache.adapters.etcd.ENTRIES_MAX", 2)
+    etcd = Etcd([shared.url])
+    await etcd.start()
+    names = [f"pages/{at}" for at in range(7)]
+    for name in names:
+        await etcd.put(name, b"x")
+    found = await etcd.range("pages/", 7)
+    assert [entry.key for entry in found.entries] == names
+    assert found.revision == max(entry.revision for entry in found.entries)
+    for most in (2, 5, 6):
+        with pytest.raises(EtcdError, match=f"more than {most}"):
+            await etcd.range("pages/", most)
+    await etcd.close()
+
+
 async def test_a_watch_from_a_revision_that_is_gone_says_so(shared: EtcdServer) -> None:
     etcd = Etcd([shared.url])
     await etcd.start()

@@ -107,6 +107,8 @@ async def test_a_pin_sends_prompts_that_begin_so_to_its_engine_until_it_is_over(
         over = {"engine": home, "until": 1.0}
         assert (await one.ask("PUT", f"/_orchestrator/pins/{prefix}", over)).status == 200
         assert (await one.complete(PROMPT)).engine in {home, away}
+        assert (await one.ask("PUT", f"/_orchestrator/pins/{'0' * 32}", {"engine": home})).status == 200
+        await until(lambda: set(other.orchestrator.orders.pins) == {"0" * 32})  # a pin that is over is taken away
         assert (await one.ask("POST", "/_orchestrator/route", {"prompt": [1, 2]})).json()["prefix"] is None
 
 

@@ -23,7 +23,7 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str, authorization
     """The headers that an engine gets: those of a client that mean the same everywhere, and our own."""
     kept = {name: value for name, value in headers.items() if name.lower() in _SENT_ON and is_encodable(value)}
     kept["X-Request-Id"] = request_id
-    if authorization is not None:
+    if authorization is not None and is_encodable(authorization):
         kept["Authorization"] = authorization
     return kept
 

@@ -44,12 +44,14 @@ _NO_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
 ENGINES_OWN = frozenset(
     {
         "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
-        "request_id", "data_parallel_rank", "extra_key",
+        "request_id", "data_parallel_rank", "extra_key", "session_params", "routed_dp_rank", "disagg_prefill_dp_rank",
     }
 )  # fmt: skip
 """Fields by which a client could have an engine read KV of others, or take its request for another one."""
-OF_TENANTS = frozenset({"priority"})
-"""Fields that engines obey, which tenants must not choose: theirs comes from the configuration."""
+OF_TENANTS = frozenset({"priority", "conversation"})
+"""Fields that engines obey, which tenants must not choose: a priority comes from the configuration, and a conversation
+is known to an engine only, which does not know whose it is.
+"""
 ENGINE_ARGUMENTS = "vllm_xargs"
 """A map in which vLLM passes fields on to its connectors."""
 READ_HEADERS = ("x-session-id", "x-objectcache-session")

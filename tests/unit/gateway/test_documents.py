@@ -293,12 +293,23 @@ async def test_a_large_document_is_parsed_beside_the_event_loop() -> None:
 def test_a_budget_bounds_each_key_and_all() -> None:
     budget = DocumentBudget(total_bytes=100, key_bytes=60)
     budget.take("a", 60)
-    for key, nbytes in (("a", 1), ("b", 41)):
+    for key, nbytes in (("a", 1), ("b", 21)):
         with pytest.raises(ServerError) as refused:
             budget.take(key, nbytes)
         assert refused.value.code is ErrorCode.SLOW_DOWN
-    budget.take("b", 40)
-    budget.give_back("a", 60)
     budget.take("b", 20)
+    budget.give_back("a", 60)
+    budget.take("b", 40)
     budget.give_back("b", 60)
     assert budget.held_bytes == 0
+
+
+def test_no_few_keys_take_all_of_a_budget() -> None:
+    """Two keys of half each kept everybody else out."""
+    budget = DocumentBudget(total_bytes=1024, key_bytes=512)
+    for key in "abcdef":
+        left_bytes = 1024 - budget.held_bytes
+        budget.take(key, left_bytes // 2)
+        with pytest.raises(ServerError):
+            budget.take(key, left_bytes // 2 + 1)
+    budget.take("another", 8)

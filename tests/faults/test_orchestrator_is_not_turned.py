@@ -1,0 +1,259 @@
+"""Clients that use the orchestrator against other clients, or against engines that are well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from bench.beds.canned_engines import CannedEngine, CannedSettings
+from objectcache.adapters.limited_server import Connection
+from objectcache.orchestrator.settings import EngineSettings
+from tests.support.orchestrators import QUICK, Bed, canned, orchestrated
+from tests.support.waiting import until
+
+PROMPT = list(range(1, 257))
+OTHER = list(range(1000, 1256))
+FAST = CannedSettings(token_us=20.0, output_s=0.0)
+HEAD_END = b"\r\n\r\n"
+
+
+@asynccontextmanager
+async def slow_reader(bed: Bed, path: str, document: Any) -> AsyncIterator[None]:
+    """A client that has sent a request and reads none of its answer."""
+    place, body = urlsplit(bed.url), json.dumps(document).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((place.hostname, place.port))
+        slow.sendall(f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield
+
+
+@pytest.fixture
+def small_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes megabytes for a connection, so those of a test are given less."""
+    made = Connection.connection_made
+
+    def with_little(connection: Connection, transport: asyncio.BaseTransport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", with_little)
+
+
+@asynccontextmanager
+async def raw_engine(answer: bytes) -> AsyncIterator[str]:
+    """An engine that is well by its probes. It answers a request with these bytes before it has read the body, and
+    ends the connection.
+    """
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(HEAD_END):
+                if head.startswith(b"POST"):
+                    writer.write(answer)
+                    await writer.drain()
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.transport.abort() if not answer else writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def beside(bed: Bed, url: str) -> Any:
+    """The engine at this address, once it takes requests."""
+    engine = bed.orchestrator.engines[url]
+    await until(lambda: engine.status().value == "up")
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_connections")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_its_answer_keeps_no_memory_for_its_body(stream: bool) -> None:
+    """Eight answers that were read at 4 KiB a minute kept 128 MiB of bodies, and all others got 503."""
+    document = {
+        "model": "canned", "prompt": "a" * 100_000, "max_tokens": 3_000 if stream else 100_000, "stream": stream,
+    }  # fmt: skip
+    async with canned(1, replace(FAST, token_us=0.0)) as engines, orchestrated(engines) as bed:
+        async with slow_reader(bed, "/v1/completions", document):
+            await until(lambda: bed.orchestrator.answers.held_bytes > 0)
+            assert bed.orchestrator.bodies.held_bytes == 0
+        await until(lambda: bed.orchestrator.answers.held_bytes == 0)
+
+
+async def test_clients_without_keys_have_their_memory_by_address() -> None:
+    """All of them were one tenant, so one address could take all that one tenant may have."""
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, bodies_bytes_max=1 << 16)) as bed:
+        place = urlsplit(bed.url)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 32768\r\n\r\n"
+        with socket.socket() as hostile:
+            hostile.bind(("127.0.0.7", 0))
+            hostile.connect((place.hostname, place.port))
+            hostile.sendall(head + b" " * 32_000)
+            await until(lambda: bed.orchestrator.bodies.held_bytes >= 32_000)
+            assert (await bed.complete(PROMPT)).status == 200
+            quota = await bed.ask("PUT", f"/_orchestrator/pins/{'0' * 32}", {"engine": engines[0].url})
+            assert quota.status == 200
+
+
+@pytest.mark.usefixtures("small_connections")
+async def test_answers_that_are_read_slowly_take_no_connection_of_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took all connections to engines, whose probes then failed."""
+    monkeypatch.setattr("objectcache.orchestrator.service.CONNECTIONS_MAX", 1)
+    monkeypatch.setattr("objectcache.orchestrator.relay.AHEAD_BYTES_MAX", 1)
+    document = {"model": "canned", "prompt": PROMPT, "max_tokens": 3_000, "stream": True}
+    async with canned(1, replace(FAST, output_s=0.001)) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        async with slow_reader(bed, "/v1/completions", document):
+            await until(lambda: bool(engines[0].requests))
+            before = engine.liveness.up_since_s
+            engines[0].fails_with = 503  # probes see this only where they get through
+            await until(lambda: engine.status().value == "ejected")
+            engines[0].fails_with = None
+            await until(lambda: engine.status().value == "up")
+            assert engine.liveness.up_since_s > before
+
+
+@pytest.mark.parametrize("field", ["chat_template", "chat_template_kwargs"])
+async def test_a_template_of_a_client_ejects_no_engine(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client chooses how long a template takes, and how many tokens it gives."""
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S", 0.05)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S", 0.0)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S_MAX", 0.0)
+    failures: list[str] = []
+    async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        monkeypatch.setattr(engine, "failed", failures.append)
+        said = {field: "{% for i in range(10**9) %}{% endfor %}" if field == "chat_template" else {"a": 1}}
+        chat = {"model": "canned", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        assert (await bed.ask("POST", "/v1/chat/completions", {**chat, **said})).status == 200
+        assert failures == []
+        assert (await bed.ask("POST", "/v1/chat/completions", chat)).status == 200
+        assert len(failures) == 1
+
+
+async def test_a_large_body_that_an_engine_does_not_take_ejects_it_not() -> None:
+    """A proxy in front of an engine may refuse a body by its length and end the connection."""
+    async with raw_engine(b"") as url:
+        settings = replace(QUICK, engines=(EngineSettings(url),))
+        async with orchestrated([], settings, is_waiting=False) as bed:
+            engine = await beside(bed, url)
+            failures: list[str] = []
+            engine.failed = lambda problem, **_: failures.append(problem)
+            answer = await bed.complete(list(range(100_000)))
+            assert answer.status == 502
+            assert failures == []
+            assert (await bed.complete(PROMPT)).status == 502
+            assert len(failures) == 1
+
+
+async def test_a_host_that_has_vanished_costs_a_retry_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was no stream got 504 after 5 s, which told its client to ask for a stream."""
+    posted = aiohttp.ClientSession.post
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        first = (await bed.complete(PROMPT)).engine
+
+        def post(session: aiohttp.ClientSession, url: str, **options: Any) -> Any:
+            if url == f"{first}/v1/completions":
+                raise aiohttp.ConnectionTimeoutError("no connection")
+            return posted(session, url, **options)
+
+        monkeypatch.setattr(aiohttp.ClientSession, "post", post)
+        again = await bed.complete(PROMPT)
+        assert (again.status, again.engine) == (200, next(each.url for each in engines if each.url != first))
+
+
+async def test_an_answer_that_only_ends_with_its_connection_is_not_kept() -> None:
+    """Whether its engine was killed in its middle cannot be told."""
+    answer = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n{"choices": [{"text": "a"'
+    async with raw_engine(answer) as url:
+        settings = replace(QUICK, engines=(EngineSettings(url),), response_cache_bytes=1 << 20)
+        async with orchestrated([], settings, is_waiting=False) as bed:
+            engine = await beside(bed, url)
+            engine.models = {"canned": {"id": "canned", "root": "a"}}
+            for _ in range(2):
+                assert (await bed.complete(PROMPT, temperature=0)).engine == url
+            assert bed.orchestrator.responses.used_bytes == 0
+
+
+async def test_headers_that_are_no_text_are_left_out() -> None:
+    """They were answered 500, with a traceback in the log for each request."""
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Disposition: a\xe9\r\nContent-Length: 2\r\n\r\n"
+    )
+    async with (
+        raw_engine(head + b"{}") as url,
+        orchestrated([], replace(QUICK, engines=(EngineSettings(url),)), is_waiting=False) as bed,
+    ):
+        await beside(bed, url)
+        assert (await bed.complete(PROMPT)).status == 200
+        place, body = urlsplit(bed.url), json.dumps({"model": "canned", "prompt": PROMPT}).encode()
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        said = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\nAuthorization: Bearer "
+        writer.write(said.encode() + b"\xff\xfe" + HEAD_END + body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_requests_for_one_model_are_not_woken_by_an_engine_of_another() -> None:
+    async with (
+        canned(1, FAST) as engines,
+        canned(1, replace(FAST, model="lost")) as others,
+        orchestrated([*engines, *others]) as bed,
+    ):
+        known, fleet = bed.orchestrator.engines, bed.orchestrator.fleet
+        await until(lambda: all(each.models for each in known.values()))
+        port = int(others[0].url.rsplit(":", 1)[1])
+        await others[0].stop()
+        await until(lambda: known[others[0].url].status().value != "up")
+        looks: list[str] = []
+        may_come = fleet.may_come
+        fleet.may_come = lambda model: looks.append(model) or may_come(model)  # type: ignore[func-returns-value, method-assign]
+        waiting = asyncio.create_task(bed.ask("POST", "/v1/completions", {"model": "lost", "prompt": PROMPT}))
+        await until(lambda: bed.orchestrator.gate.without_engine_count == 1)
+        before = looks.count("lost")
+        for wanted in (True, False):
+            await fleet.drain(engines[0].url, is_wanted=wanted)
+        assert (await bed.complete(OTHER)).status == 200
+        assert looks.count("lost") == before
+        again = CannedEngine(replace(FAST, model="lost"))
+        await again.start(port)
+        try:
+            assert (await waiting).status == 200
+        finally:
+            await again.stop()
+
+
+@pytest.mark.slow
+async def test_a_client_that_hangs_up_ends_no_reading_process() -> None:
+    """All others waited for a new process each time."""
+    body = json.dumps({"model": "canned", "prompt": "a" * 200_000, "max_tokens": 1}).encode()
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        place, readers = urlsplit(bed.url), bed.orchestrator.readers
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        await bed.ask("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
+        started = readers.started_count
+        for _ in range(20):
+            _, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(head + body)
+            await writer.drain()
+            await until(lambda: readers.busy_count > 0)
+            writer.transport.abort()
+            await until(lambda: readers.busy_count == 0)
+        assert readers.started_count <= started + 1
+        assert readers.failure_count == 0

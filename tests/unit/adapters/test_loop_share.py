@@ -1,0 +1,82 @@
+"""Blocks of work take turns on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from objectcache.adapters import loop_share
+from objectcache.adapters.loop_share import LoopShare
+
+
+class Clock:
+    """A clock that only blocks move on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(loop_share.time, "perf_counter", made)
+    return made
+
+
+async def _passes(share: LoopShare, clock: Clock, block_s: float, count: int) -> list[int]:
+    """The pass of the loop in which each of `count` blocks has run, all of which have begun in the first one."""
+    passes, now = [], 0
+    is_over = False
+
+    def count_passes() -> None:
+        nonlocal now
+        now += 1
+        if not is_over:
+            asyncio.get_running_loop().call_soon(count_passes)
+
+    async def block() -> None:
+        async with share.turn():
+            clock.now_s += block_s
+            passes.append(now)
+
+    asyncio.get_running_loop().call_soon(count_passes)
+    await asyncio.gather(*(block() for _ in range(count)))
+    is_over = True
+    return passes
+
+
+async def test_no_pass_of_the_loop_has_more_than_its_time_of_blocks(clock: Clock) -> None:
+    passes = await _passes(LoopShare(), clock, loop_share.TURN_S / 2, 100)
+    assert len(passes) == 100
+    assert max(passes.count(each) for each in passes) <= 3  # the time, and one block more
+
+
+async def test_long_blocks_run_in_one_pass_each(clock: Clock) -> None:
+    passes = await _passes(LoopShare(), clock, 4 * loop_share.TURN_S, 30)
+    assert len(set(passes)) == 30
+
+
+async def test_short_blocks_do_not_wait(clock: Clock) -> None:
+    passes = await _passes(LoopShare(), clock, loop_share.TURN_S / 1000, 500)
+    assert len(set(passes)) == 1
+
+
+async def test_a_block_whose_task_has_gone_keeps_nobody_waiting(clock: Clock) -> None:
+    share = LoopShare()
+
+    async def block() -> None:
+        async with share.turn():
+            clock.now_s += loop_share.TURN_S
+
+    tasks = [asyncio.create_task(block()) for _ in range(10)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    tasks[2].cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in ended].count(asyncio.CancelledError) == 2
+    async with share.turn():
+        pass
