@@ -94,7 +94,7 @@ class Gateway:
         """The memory budget that files of HTML forms share."""
         return self._held_forms
 
-    def server(self) -> web.Server:
+    def server(self) -> LimitedServer:
         """The aiohttp server. Call this on the event loop that the server runs on."""
         return LimitedServer(cutting(self.handle), self._refuse_unparsed, self._settings.connection_limits)
 

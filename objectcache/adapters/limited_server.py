@@ -58,6 +58,12 @@ class LimitedServer(web.Server):
         self.open_count = 0
         self.turns = Turns()
 
+    def take_at_most(self, connections_max: int) -> None:
+        """Take no more connections than these: the host has no memory for more."""
+        if connections_max < self.connections_max:
+            _log.warning("at most %d connections: this host has memory for so many with TLS", connections_max)
+            self.connections_max = max(1, connections_max)
+
     def __call__(self) -> web.RequestHandler:
         return Connection(self, asyncio.get_running_loop())
 

@@ -32,6 +32,8 @@ from gateway.app import Gateway, GatewaySettings
 from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
+from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.tls_door import CONNECTION_BYTES, TlsDoor
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
 from objectcache.cli.workers import Workers
@@ -52,7 +54,8 @@ from storage_server.settings import StorageSettings
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
-HANDSHAKE_S = 10.0
+TLS_PART = 8
+"""Connections with TLS have this part of the host's memory at most."""
 WORKER_READ_S = 30.0
 """The seconds for which a worker may go on reading deleted bytes of a segment. After that its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
@@ -345,8 +348,8 @@ async def _until_stopped(
 
 
 Reread: TypeAlias = "Callable[[Server], None]"
-_contexts: list[tuple[Tls, ssl.SSLContext]] = []
-"""The TLS contexts of this process, with the files that they were made from."""
+_doors: list[tuple[Tls, TlsDoor]] = []
+"""The TLS doors of this process, with the files that their contexts were made from."""
 _rereading: set[asyncio.Task[None]] = set()
 """Tasks that read the members again; the event loop does not hold them."""
 
@@ -367,12 +370,14 @@ def _read_anew(server: Server, rereads: Mapping[str, Reread]) -> None:
 
 
 def _renew_tls(server: Server) -> None:
-    """New connections get what the files have now. Raises OSError."""
-    for tls, context in _contexts:
-        fresh = tls.context()  # files that do not fit together would leave the context with half of them
-        if tls.client_ca is not None and fresh.get_ca_certs(True) != context.get_ca_certs(True):
+    """New connections get what the files have now: a context that was changed would go on to have its old key beside a
+    new one of another kind. Raises OSError.
+    """
+    for tls, door in _doors:
+        fresh = tls.context()
+        if tls.client_ca is not None and fresh.get_ca_certs(True) != door.context.get_ca_certs(True):
             raise OSError(f"{tls.client_ca} has other certificates: start anew, so that those before count no more")
-        context.load_cert_chain(tls.certificate, tls.key)
+        door.context = fresh
 
 
 def reconfigured(read: Callable[[], SchedulerSettings]) -> Reread:
@@ -436,27 +441,29 @@ def _bound(listen: Listen) -> socket.socket:
     return bound
 
 
-class _Site(web.SockSite):
-    """aiohttp's site with a limit on the time of a TLS handshake, because a connection has no other
-    limit before that.
-    """
+class _TlsSite(web.SockSite):
+    """aiohttp's site, whose connections come through a TlsDoor."""
+
+    def __init__(self, runner: web.ServerRunner, sock: socket.socket, door: TlsDoor) -> None:
+        super().__init__(runner, sock)
+        self._door = door
+        self._accepting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        loop = asyncio.get_running_loop()
-        if self._runner.server is None:
-            raise RuntimeError("the runner is not set up")
-        timeout_s = HANDSHAKE_S if self._ssl_context is not None else None
-        self._server = await loop.create_server(
-            self._runner.server,
-            sock=self._sock,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            ssl_handshake_timeout=timeout_s,
-        )
+        self._sock.listen(BACKLOG)
+        self._sock.setblocking(False)
+        self._accepting = asyncio.create_task(self._door.serve(self._sock))
+
+    async def stop(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        self._sock.close()
+        await super().stop()
 
 
-async def listening(server: web.Server, listen: Listen) -> tuple[web.ServerRunner, str]:
+async def listening(server: LimitedServer, listen: Listen) -> tuple[web.ServerRunner, str]:
     """Have a server listen. Returns what ends it, and its address."""
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
@@ -468,10 +475,13 @@ async def listening(server: web.Server, listen: Listen) -> tuple[web.ServerRunne
         listen.socket_path.chmod(0o600)
         return runner, f"unix:{listen.socket_path}"
     bound = _bound(listen)
-    tls = listen.tls.context() if listen.tls is not None else None
-    if listen.tls is not None and tls is not None:
-        _contexts.append((listen.tls, tls))
-    site = _Site(runner, bound, backlog=BACKLOG, ssl_context=tls)
+    if listen.tls is None:
+        site = web.SockSite(runner, bound, backlog=BACKLOG)
+    else:
+        door = TlsDoor(server, listen.tls.context())
+        server.take_at_most(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // TLS_PART // CONNECTION_BYTES)
+        _doors.append((listen.tls, door))
+        site = _TlsSite(runner, bound, door)
     await site.start()
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
-    return runner, f"{'http' if tls is None else 'https'}://{host}:{bound.getsockname()[1]}"
+    return runner, f"{'http' if listen.tls is None else 'https'}://{host}:{bound.getsockname()[1]}"

@@ -32,7 +32,7 @@ class App:
         self._orchestrator = orchestrator
         self._pages = status_pages()
 
-    def server(self) -> web.Server:
+    def server(self) -> LimitedServer:
         """The aiohttp server."""
         settings = self._orchestrator.settings
         limits = ConnectionLimits(

@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from objectcache.adapters.limited_server import LimitedServer
 from objectcache.orchestrator.app import App
 from objectcache.orchestrator.registry import EtcdRegistry
 from objectcache.orchestrator.service import Orchestrator
 from objectcache.orchestrator.settings import OrchestratorSettings
 
-Listen = Callable[[web.Server], Awaitable[tuple[web.ServerRunner, str]]]
+Listen = Callable[[LimitedServer], Awaitable[tuple[web.ServerRunner, str]]]
 
 
 class Orchestration:

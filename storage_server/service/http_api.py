@@ -84,7 +84,7 @@ class StorageHttp:
             Form.SINK: self._deliver,
         }
 
-    def server(self) -> web.Server:
+    def server(self) -> LimitedServer:
         """The aiohttp server, with the same limits on connections as a gateway's."""
         return LimitedServer(cutting(self.handle), _refusal, PEER_LIMITS)
 

@@ -1,0 +1,220 @@
+"""Hostile clients before and behind a TLS handshake, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import uvloop
+from aiohttp import web
+
+from objectcache.adapters import tls_door
+from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.tls_door import READ_BYTES_FIRST, READ_BYTES_MIN, DecryptedReader, ReadShares, TlsDoor
+from tests.support.certificates import certificate
+from tests.support.waiting import until
+
+LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+MakeLoop = Callable[[], asyncio.AbstractEventLoop]
+LIMITS = ConnectionLimits(30.0, 75.0, 60.0, 64)
+
+
+@dataclass
+class Bed:
+    """A server that answers each request with the bytes that came."""
+
+    door: TlsDoor
+    server: LimitedServer
+    port: int
+    trust: ssl.SSLContext
+
+    def url(self, path: str = "/") -> str:
+        return f"https://127.0.0.1:{self.port}{path}"
+
+
+async def echo(http: web.BaseRequest) -> web.Response:
+    return web.Response(body=await http.read())
+
+
+def context(folder: Path, name: str) -> ssl.SSLContext:
+    made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    made.load_cert_chain(*certificate(folder, name, "127.0.0.1"))
+    return made
+
+
+@asynccontextmanager
+async def bed(folder: Path) -> AsyncIterator[Bed]:
+    server = LimitedServer(echo, lambda error: web.Response(status=400, text=str(error)), LIMITS)
+    door = TlsDoor(server, context(folder, "door"))
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.create_task(door.serve(listener))
+        trust = ssl.create_default_context(cafile=str(folder / "door.pem"))
+        yield Bed(door, server, listener.getsockname()[1], trust)
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+    await server.shutdown(1.0)
+
+
+def run(make_loop: MakeLoop, folder: Path, story: Callable[[Bed], Awaitable[None]]) -> None:
+    async def told() -> None:
+        async with bed(folder) as made:
+            await story(made)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(told())
+
+
+@LOOPS
+def test_large_bodies_come_and_go_whole(make_loop: MakeLoop, tmp_path: Path) -> None:
+    async def story(made: Bed) -> None:
+        body = bytes(range(256)) * 4000
+        async with aiohttp.ClientSession() as http:
+
+            async def once(at: int) -> bytes:
+                async with http.put(made.url(), data=body + bytes([at]), ssl=made.trust) as answer:
+                    return await answer.read()
+
+            assert await asyncio.gather(*map(once, range(8))) == [body + bytes([at]) for at in range(8)]
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_records_of_one_byte_do_not_stop_the_loop(make_loop: MakeLoop, tmp_path: Path) -> None:
+    """A quarter of a megabyte of them was read in one pass of the loop, by each connection."""
+    passes: list[int] = []
+
+    async def story(made: Bed) -> None:
+        took = made.door._shares.take
+
+        def counted(nbytes: int, took_s: float) -> bytes:
+            passes.append(nbytes)
+            return took(nbytes, took_s)
+
+        made.door._shares.take = counted  # type: ignore[method-assign]
+        head = b"PUT / HTTP/1.1\r\nHost: h\r\nContent-Length: 6000\r\n\r\n"
+        answers = await asyncio.gather(*(asyncio.to_thread(_in_records_of_one, made, head, 6000) for _ in range(8)))
+        assert answers == [b"x" * 6000] * 8
+
+    run(make_loop, tmp_path, story)
+    assert max(passes) <= READ_BYTES_FIRST * 2
+
+
+def _in_records_of_one(made: Bed, head: bytes, count: int) -> bytes:
+    """The body of the answer to a request whose body came one byte in each record, all at once."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = made.trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    with socket.create_connection(("127.0.0.1", made.port), timeout=60) as sock:
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                sock.sendall(outgoing.read())
+                incoming.write(sock.recv(1 << 16))
+        tls.write(head)
+        for _ in range(count):
+            tls.write(b"x")
+        sock.sendall(outgoing.read())
+        said = b""
+        while not said.endswith(b"x" * count):
+            try:
+                said += tls.read(1 << 16)
+            except ssl.SSLWantReadError:
+                incoming.write(sock.recv(1 << 16))
+    return said.partition(b"\r\n\r\n")[2]
+
+
+@LOOPS
+def test_a_crowd_of_handshakes_of_one_address_keeps_no_other_out(
+    make_loop: MakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They counted nowhere: each held a descriptor and its memory for 10 s."""
+    monkeypatch.setattr(tls_door, "HANDSHAKES_MAX", 8)
+
+    async def story(made: Bed) -> None:
+        with contextlib.ExitStack() as held:
+            for _ in range(40):
+                hostile = held.enter_context(socket.socket())
+                hostile.bind(("127.0.0.9", 0))
+                hostile.connect(("127.0.0.1", made.port))
+            await until(lambda: made.door.handshake_count == 8)
+            async with aiohttp.ClientSession() as http, http.put(made.url(), data=b"me", ssl=made.trust) as answer:
+                assert await answer.read() == b"me"
+            assert made.door.handshake_count <= 8
+        await until(lambda: made.door.handshake_count == 0)
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_handshakes_and_connections_together_are_no_more_than_the_server_takes(
+    make_loop: MakeLoop, tmp_path: Path
+) -> None:
+    async def story(made: Bed) -> None:
+        made.server.connections_max = 6
+        with contextlib.ExitStack() as held:
+            for _ in range(30):
+                held.enter_context(socket.create_connection(("127.0.0.1", made.port)))
+            await until(lambda: made.door.handshake_count == 6)
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_new_connections_have_the_context_that_is_there_now(make_loop: MakeLoop, tmp_path: Path) -> None:
+    """A context whose files were loaded again kept its old key beside one of another kind, and served the old one."""
+
+    async def story(made: Bed) -> None:
+        made.door.context = context(tmp_path, "renewed")
+        given = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", made.port))
+        assert given.strip() == (tmp_path / "renewed.pem").read_text().strip()
+
+    run(make_loop, tmp_path, story)
+
+
+def test_a_server_that_ends_ends_its_handshakes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    socks: list[socket.socket] = []
+
+    async def story(made: Bed) -> None:
+        socks.append(socket.create_connection(("127.0.0.1", made.port)))
+        await until(lambda: made.door.handshake_count == 1)
+
+    run(uvloop.new_event_loop, tmp_path, story)
+    with socks[0] as sock:
+        sock.settimeout(30)
+        assert sock.recv(1) == b""
+    assert "Task was destroyed" not in caplog.text
+
+
+async def test_whoever_has_waited_reads_before_whoever_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(tls_door.time, "perf_counter", lambda: clock[0])
+    shares = ReadShares()
+    greedy, others = DecryptedReader(shares, asyncio.Protocol()), []
+    others = [DecryptedReader(shares, asyncio.Protocol()) for _ in range(3)]
+
+    def read(reader: DecryptedReader) -> int:
+        size = len(reader.get_buffer(-1))
+        clock[0] += tls_door.TURN_S if size > READ_BYTES_MIN else 0.0
+        reader.buffer_updated(size)
+        return size
+
+    assert read(greedy) == READ_BYTES_FIRST
+    assert [read(each) for each in others] == [READ_BYTES_MIN] * 3
+    await asyncio.sleep(0)
+    assert read(greedy) == READ_BYTES_MIN
+    assert all(read(each) > READ_BYTES_MIN for each in others)
+    assert greedy.read_bytes < READ_BYTES_FIRST
