@@ -192,7 +192,7 @@ class Together:
             bound_bytes=store.space.bound_bytes,
             free_bytes=store.disk.free_bytes(settings.data_dir),
             upstream=None if upstream is None else upstream.endpoint,
-            caches=sorted(store.evictor.capacities().items()),
+            caches=sorted(store.evictor.caches.capacities().items()),
             dram_bytes=settings.dram_bytes,
             transports=[name for name, is_there in (("shm", self.storage.shm), ("ucx", self.storage.ucx)) if is_there]
             + ["http"],

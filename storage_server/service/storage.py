@@ -201,7 +201,7 @@ class EmbeddedStorage:
         if self.upstream is not None:
             await self.upstream.close()
         try:
-            await self.store.evictor.save()
+            await self.store.evictor.written.save()
         except ObjectCacheError as error:
             _log.warning("the last uses of cached objects are not written down: %s", error)
         self.store.close()
@@ -239,7 +239,7 @@ class EmbeddedStorage:
             scheduler=self.pipeline.link.status(),
             compression=told(self.settings.compression),
             sent_bytes={transport: int(nbytes) for (transport,), nbytes in meter.payload_bytes.samples.items()},
-            caches=tuple(self.store.evictor.status()),
+            caches=tuple(self.store.evictor.caches.status()),
             deliveries=self.pipeline.deliveries.status(time.monotonic()),
         )
         return [status]
@@ -252,7 +252,7 @@ class EmbeddedStorage:
             link_readings(self.pipeline.link),
             memory_readings(self.dram, self.staging),
             store_readings(self.store),
-            cache_readings(self.store.evictor.status()),
+            cache_readings(self.store.evictor.caches.status()),
             upstream_readings(self.upstream),
             agent_readings(self.agents.table, self.requests, engine),
             downlink_readings(self.downlinks),

@@ -342,7 +342,7 @@ async def test_a_cache_without_a_size_in_the_settings_keeps_the_one_that_it_was_
     for said_bytes, bytes_then in ((None, CAPACITY_BYTES), (2 * CAPACITY_BYTES, 2 * CAPACITY_BYTES)):
         settings = (CacheSettings("asked", said_bytes), CacheSettings("cached", CAPACITY_BYTES))
         async with opened(tmp_path, caches=settings) as storage:
-            assert storage.store.evictor.capacities()["asked"] == bytes_then
+            assert storage.store.evictor.caches.capacities()["asked"] == bytes_then
             await put(storage, "asked", "chunk")
             assert len(await keys_of(storage, "asked")) == 1
     async with opened(tmp_path, caches=(CacheSettings("asked"),)) as storage:
@@ -350,7 +350,7 @@ async def test_a_cache_without_a_size_in_the_settings_keeps_the_one_that_it_was_
             await storage.objects.delete_object(KEY, "asked", key)
         await storage.objects.delete_bucket(KEY, "asked")
         await storage.objects.create_bucket(KEY, "asked")
-        assert storage.store.evictor.capacities()["asked"] != CAPACITY_BYTES
+        assert storage.store.evictor.caches.capacities()["asked"] != CAPACITY_BYTES
 
 
 async def test_a_bucket_that_a_client_makes_as_a_cache_is_one_from_its_first_object_on(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ async def test_a_bucket_that_a_client_makes_as_a_cache_is_one_from_its_first_obj
         assert len(await keys_of(storage, "kept")) == 32
     async with opened(tmp_path, caches=()) as storage:
         assert (await storage.objects.head_bucket(KEY, "asked")).cache == BucketCache(CAPACITY_BYTES)
-        assert storage.store.evictor.capacities() == {"asked": CAPACITY_BYTES}
+        assert storage.store.evictor.caches.capacities() == {"asked": CAPACITY_BYTES}
         for number in range(32, 48):
             await put(storage, "asked", f"chunk-{number:02}")
             assert await bytes_of(storage, "asked") <= CAPACITY_BYTES
@@ -373,7 +373,7 @@ async def test_a_bucket_that_a_client_makes_as_a_cache_is_one_from_its_first_obj
         for key in await keys_of(storage, "asked"):
             await storage.objects.delete_object(KEY, "asked", key)
         await storage.objects.delete_bucket(KEY, "asked")
-        assert storage.store.evictor.capacities() == {}
+        assert storage.store.evictor.caches.capacities() == {}
         await storage.objects.create_bucket(KEY, "asked")
         for number in range(32):
             await put(storage, "asked", f"chunk-{number:02}")
@@ -389,13 +389,13 @@ async def test_a_cache_without_a_size_has_what_the_file_system_offers(
     monkeypatch.setattr(Disk, "free_bytes", lambda self, path: free_bytes)
     async with opened(tmp_path, caches=()) as storage:
         await storage.objects.create_bucket(KEY, "asked", BucketCache())
-        assert storage.store.evictor.capacities() == {"asked": 8 * MIB}
+        assert storage.store.evictor.caches.capacities() == {"asked": 8 * MIB}
         assert storage.store.space.bound_bytes is None
         for number in range(12):
             await put(storage, "asked", f"chunk-{number:02}")
         free_bytes = 2 * MIB
         await put(storage, "asked", "last")
-        assert (storage.store.evictor.capacities()["asked"] or 0) <= 0.8 * (3.25 + 2) * MIB
+        assert (storage.store.evictor.caches.capacities()["asked"] or 0) <= 0.8 * (3.25 + 2) * MIB
         free_bytes = 0
 
         async def has_given_up() -> bool:
@@ -403,7 +403,7 @@ async def test_a_cache_without_a_size_has_what_the_file_system_offers(
 
         await until(has_given_up)
     async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
-        assert storage.store.evictor.capacities() == {"asked": None}, "disk_bytes bounds it"
+        assert storage.store.evictor.caches.capacities() == {"asked": None}, "disk_bytes bounds it"
 
 
 async def test_caches_are_few_and_one_key_has_a_part_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,11 +424,11 @@ async def test_caches_are_few_and_one_key_has_a_part_of_them(tmp_path: Path, mon
         await storage.objects.create_bucket("C", "c1")
         await storage.objects.delete_bucket("A", "a1")
         assert await make("A", "a3") == "made"
-        assert sorted(storage.store.evictor.capacities()) == ["a2", "a3", "b1"]
+        assert sorted(storage.store.evictor.caches.capacities()) == ["a2", "a3", "b1"]
 
 
 async def test_settings_hold_for_a_bucket_whatever_a_client_says_of_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as storage:
         await storage.objects.delete_bucket(KEY, "cached")
         await storage.objects.create_bucket(KEY, "cached", BucketCache(CAPACITY_BYTES * 100))
-        assert storage.store.evictor.capacities() == {"cached": CAPACITY_BYTES}
+        assert storage.store.evictor.caches.capacities() == {"cached": CAPACITY_BYTES}

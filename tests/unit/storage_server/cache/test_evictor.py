@@ -17,7 +17,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import LEASE_S_MAX
 from descriptors.objects import ListRequest, PutRequest, ReadRequest
 from descriptors.units import KIB, MIB
-from storage_server.cache import evictor, former_objects
+from storage_server.cache import evictor, former_objects, news, written_uses
 from storage_server.cache.rules.books import Books
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import slow_readers
@@ -160,7 +160,7 @@ async def test_a_write_waits_for_what_is_on_its_way(tmp_path: Path, monkeypatch:
     under_way = [put(f"key-{number}", body, 5 * MIB) for number, body in enumerate(bodies)]
     await until(lambda: all(body.has_begun for body in bodies))
     late = put("late", BytesBody(bytes(8 * MIB)), 8 * MIB)
-    bound = store.evictor._caches["cached"].bound
+    bound = store.evictor.caches.buckets["cached"].bound
     assert bound is not None
     await until(lambda: bound.waiting_bytes > 0)
     before = step_count
@@ -230,7 +230,7 @@ async def test_a_lease_is_on_the_disk_soon_and_many_share_one_write(tmp_path: Pa
         noted = await _noted(store, lambda noted: {"a", "b"} <= set(noted))
         assert min(noted["a"], noted["b"]) >= asked_s + 60
         assert "c" not in noted
-        writes_max = 4 + (time.monotonic() - began_s) // evictor.LEASE_SAVE_S  # where lookups take long there are more
+        writes_max = 4 + (time.monotonic() - began_s) // written_uses.LEASE_SAVE_S  # where lookups take long there are more
         assert store.committer.change_count <= before + writes_max
     finally:
         running.cancel()
@@ -243,13 +243,13 @@ async def test_the_lease_of_a_chunk_that_comes_later_is_on_the_disk_soon_after_i
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings(None, 16 * MIB),)))
     await store.start()
     await store.objects.create_bucket("k", "cached")
-    write_down, written = store.evictor._write_down, list[object]()
+    write_down, written = store.evictor.written._write_down, list[object]()
 
     async def noting(what: Any) -> None:
         await write_down(what)
         written.append(what)
 
-    store.evictor._write_down = noting  # type: ignore[method-assign]
+    store.evictor.written._write_down = noting  # type: ignore[method-assign]
     running = asyncio.create_task(store.evictor.run())
     try:
         await _noted(store, lambda noted: True)
@@ -299,7 +299,7 @@ async def test_leases_end_by_the_clock_on_the_disk_and_outlive_a_restart_after_a
         async with _running(settings) as again:
             noted = await _noted(again, lambda noted, end=end_max: len(noted) == 2 and max(noted.values()) < end)
             assert min(noted.values()) > played.time()
-            entries = again.evictor._all()[0].books._entries
+            entries = again.evictor.caches.all()[0].books._entries
             assert {entry.is_held for entry in entries.values()} == {True}
 
 
@@ -311,7 +311,7 @@ async def _noted(store: EmbeddedStore, is_so: Callable[[dict[str, float]], bool]
         rows = store.reader.here(lambda db: queries.cached(db, None, ("", ""), 100))
         noted.clear()
         noted.update({row.key: row.leased_until for row in rows if row.leased_until is not None})
-        return store.evictor._is_restored and is_so(noted)
+        return store.evictor.news.is_restored and is_so(noted)
 
     await until(is_there)
     return noted
@@ -323,7 +323,7 @@ async def test_no_lookup_is_answered_as_if_its_lease_had_been_noted(
     """Where the evictor is far behind; a lookup without a lease loses nothing. Changes that wait do not count: while a
     restart's objects come back, they refused everybody.
     """
-    monkeypatch.setattr(evictor, "NEWS_MAX", 2)
+    monkeypatch.setattr(news, "NEWS_MAX", 2)
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
     await store.start()
     await store.objects.create_bucket("k", "cached")
@@ -342,17 +342,17 @@ async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A READER's lookups of long keys took gigabytes within seconds."""
-    monkeypatch.setattr(evictor, "NEWS_BYTES_MAX", 10_000)
+    monkeypatch.setattr(news, "NEWS_BYTES_MAX", 10_000)
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached"),)))
     await store.start()
-    store.evictor._is_restored = True
+    store.evictor.news.is_restored = True
     keys = ["x" * 936 for _ in range(6)]  # 1,000 bytes each
-    assert store.evictor._note(evictor._Asked("cached", keys, 0.0))
-    assert not store.evictor._note(evictor._Asked("cached", keys, 0.0))
-    assert store.evictor._note(evictor._Asked("cached", keys[:4], 0.0))
-    store.evictor._drain()
-    assert store.evictor._note(evictor._Asked("cached", keys * 3, 0.0))  # alone it may be larger
-    assert not store.evictor._note(evictor._Asked("cached", keys[:1], 0.0))
+    assert store.evictor.news.note(news.Asked("cached", keys, 0.0))
+    assert not store.evictor.news.note(news.Asked("cached", keys, 0.0))
+    assert store.evictor.news.note(news.Asked("cached", keys[:4], 0.0))
+    store.evictor.news.take_over()
+    assert store.evictor.news.note(news.Asked("cached", keys * 3, 0.0))  # alone it may be larger
+    assert not store.evictor.news.note(news.Asked("cached", keys[:1], 0.0))
     store.close()
 
 
@@ -402,7 +402,7 @@ async def test_a_full_cache_takes_objects_before_it_knows_all_that_it_has(
         await store.objects.create_bucket("k", "cached")
         for number in range(40):
             await put(f"former-{number:02}")
-        await until(lambda: not store.evictor._is_short() and not store.evictor._news)
+        await until(lambda: not store.evictor.caches.is_short() and not store.evictor.news)
         before = await _keys(store)
     reading, going_on = queries.cached, threading.Event()
 
@@ -419,7 +419,7 @@ async def test_a_full_cache_takes_objects_before_it_knows_all_that_it_has(
             for number in range(12):
                 await put(f"new-{number:02}")
             going_on.set()
-            await until(lambda: store.evictor._is_restored)
+            await until(lambda: store.evictor.news.is_restored)
             keys = await _keys(store)
             assert {read, leased} <= set(keys)
             assert len(keys) < len(before) + 12 - 8

@@ -1,0 +1,210 @@
+"""The caches of one store: which there are, what each may take, and whether room is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from heapq import nlargest
+
+from descriptors.objects import CACHE_BYTES_MIN, BucketCache
+from descriptors.status import CACHES_MAX, CacheStatus
+from descriptors.units import GIB
+from storage_server.cache.caches import Cache, ahead_bytes_of, spare_bytes_of
+from storage_server.cache.policies.choice import policy_of
+from storage_server.cache.rules.books import Books
+from storage_server.kernel.data.space import OFFERED_FRACTION, Bound, Space
+from storage_server.settings import CacheSettings
+
+CACHE_REMEDY = "its objects are being read or written; raise its capacity"
+PARTS_REMEDY = "complete or abort uploads"
+UNBOUNDED = 1 << 62
+"""The capacity of books until the first step bounds them."""
+HELD_FRACTION = 0.5
+"""Pins and leases of one tenant, and parts of open uploads, take no more than this fraction of what all caches may take
+together: they must not close the cache to others.
+"""
+
+
+class CacheSet:
+    """A cache is the whole directory, or a bucket by its settings, or one that was created as a cache. `want` is called
+    when somebody waits for room; `growth` is that of the chunks of buckets (storage_server.cache.policies.use_worth).
+    Used on the event loop, by the committer's thread, and by that of the books.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[CacheSettings],
+        space: Space,
+        bound: Bound,
+        want: Callable[[], None],
+        growth: float,
+        free_bytes: Callable[[], int],
+    ) -> None:
+        self._space = space
+        self._bound = bound
+        self._want = want
+        self._growth = growth
+        self._free_bytes = free_bytes
+        self.buckets: Mapping[str, Cache] = {}
+        """By bucket. Never changed, but replaced: several threads go through it."""
+        self.whole: Cache | None = None
+        for each in settings:
+            if each.bucket is None:
+                self.whole = self._made(each)
+            else:
+                self.buckets = {**self.buckets, each.bucket: self._made(each)}
+        self._configured = {each.bucket: each for each in settings if each.bucket is not None}
+        self._sizes_declared: dict[str, int | None] = {}
+        """Those of configured caches whose settings have no size."""
+        if self.is_needed:
+            bound.wants = want
+
+    def of(self, bucket: str) -> Cache | None:
+        """The cache that has the bucket's objects; None where none has."""
+        return self.whole or self.buckets.get(bucket)
+
+    def all(self) -> list[Cache]:
+        """All caches."""
+        return [*self.buckets.values(), *([self.whole] if self.whole is not None else [])]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any cache."""
+        return self.whole is not None or bool(self.buckets)
+
+    def declare(self, bucket: str, declared: BucketCache | None) -> None:
+        """Note that a bucket was created as a cache; None: as none, or deleted. Settings that name it hold in any case,
+        but for the size where they say none. Where the directory is a cache as a whole, no bucket is one by itself.
+        """
+        settings = self._configured.get(bucket)
+        if self.whole is not None or (settings is not None and settings.capacity_bytes is not None):
+            return
+        if settings is not None:
+            size = None if declared is None else declared.capacity_bytes
+            if size != self._sizes_declared.get(bucket):
+                self._sizes_declared[bucket] = size
+                self.buckets = {**self.buckets, bucket: self._made(replace(settings, capacity_bytes=size))}
+            return
+        caches = {name: cache for name, cache in self.buckets.items() if name != bucket}
+        if declared is not None:
+            caches[bucket] = self._made(CacheSettings(bucket, declared.capacity_bytes))
+            self._bound.wants = self._want
+        self.buckets = caches
+        self.derive_capacities()
+
+    def derive_capacities(self) -> None:
+        """Give caches without a size OFFERED_FRACTION of what the file system offers them, which is what they have and
+        what is free: nobody else's room depends on them.
+        """
+        derived = [cache for cache in self.buckets.values() if cache.is_derived]
+        if derived:
+            with suppress(OSError):
+                free_bytes = self._free_bytes()
+                for cache in derived:
+                    cache.capacity_bytes = max(
+                        CACHE_BYTES_MIN, int(OFFERED_FRACTION * (cache.taken_bytes + free_bytes))
+                    )
+
+    def capacities(self) -> dict[str, int | None]:
+        """The buckets that are caches, with the bytes that each may take; None: those of the directory."""
+        return {bucket: cache.capacity_bytes for bucket, cache in self.buckets.items()}
+
+    def status(self) -> list[CacheStatus]:
+        """The contents of the CACHES_MAX largest caches, and how much has left them."""
+        return [
+            cache.status(cache.taken_bytes, len(cache.sizes_bytes))
+            if cache.bucket is not None
+            else cache.status(self._space.kept_bytes, cache.books.count)
+            for cache in nlargest(CACHES_MAX, self.all(), key=lambda cache: cache.taken_bytes)
+        ]
+
+    def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
+        """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
+        cache = self.buckets.get(bucket)
+        found = () if cache is None else (cache.parts_bound, cache.bound) if of_part else (cache.bound,)
+        return tuple(bound for bound in found if bound is not None)
+
+    def note_room(self) -> None:
+        """Objects have come or gone: whoever waits for room looks again."""
+        self.derive_capacities()
+        for cache in self.buckets.values():
+            for bound in (cache.parts_bound, cache.bound):
+                if bound is not None:
+                    bound.notify()
+
+    def bounds(self) -> list[Bound]:
+        """All bounds in which somebody may wait for room."""
+        own = [cache.bound for cache in self.buckets.values() if cache.bound is not None]
+        return [self._bound, *own]
+
+    def is_short(self) -> bool:
+        """Whether there is less room than there should be ahead of writes."""
+        limit_bytes = self._space.extent_bytes_max
+        if limit_bytes is not None and limit_bytes - self._space.kept_bytes < ahead_bytes_of(limit_bytes):
+            return True
+        return any(
+            cache.capacity_bytes is not None
+            and cache.capacity_bytes - cache.taken_bytes < spare_bytes_of(cache, cache.capacity_bytes)
+            for cache in self.buckets.values()
+        )
+
+    def aside_bytes_max(self, bucket: str) -> int:
+        """The room of chunks of a bucket that wait to be encoded."""
+        capacity_bytes = self.buckets[bucket].capacity_bytes or self._space.extent_bytes_max
+        return GIB if capacity_bytes is None else ahead_bytes_of(capacity_bytes)
+
+    def kept_bytes(self, aside_bytes: int, *, is_restored: bool) -> dict[int, int]:
+        """The bytes that each cache may keep, by its `id`: its own bound, less its part of the bytes that the directory
+        lacks, which the largest cache gives up first. Some room is kept ahead of writes. `aside_bytes` are those of
+        chunks that wait to be encoded.
+        """
+        capacities: dict[int, int] = {}
+        for cache in self.all():
+            capacity_bytes = cache.capacity_bytes
+            if capacity_bytes is not None and cache.bound is not None:
+                ahead_bytes = spare_bytes_of(cache, capacity_bytes) + cache.bound.promised_bytes + cache.part_bytes
+                if not is_restored:
+                    ahead_bytes += max(0, cache.room_bytes - cache.books.used_bytes)
+                capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)
+            else:
+                capacities[id(cache)] = UNBOUNDED
+        limit_bytes = self._space.extent_bytes_max
+        if limit_bytes is None:
+            return capacities
+        kept_bytes = self._space.kept_bytes - aside_bytes
+        ahead_bytes = ahead_bytes_of(limit_bytes) + self._bound.promised_bytes
+        if self.whole is not None:
+            others_bytes = kept_bytes - self.whole.books.used_bytes  # below 0 where entries share bytes
+            capacities[id(self.whole)] = max(0, limit_bytes - ahead_bytes - others_bytes)
+            return capacities
+        short_bytes = kept_bytes + ahead_bytes - limit_bytes
+        for cache in sorted(self.all(), key=lambda cache: -cache.books.used_bytes):
+            if short_bytes <= 0:
+                break
+            used_bytes = cache.books.used_bytes
+            capacities[id(cache)] = min(capacities[id(cache)], max(0, used_bytes - short_bytes))
+            short_bytes -= used_bytes
+        return capacities
+
+    def _made(self, settings: CacheSettings) -> Cache:
+        growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
+        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s)
+        if settings.bucket is None:
+            return Cache(books)
+        cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)
+        cache.is_derived = settings.capacity_bytes is None and self._space.bound_bytes is None
+        if settings.capacity_bytes is not None or cache.is_derived:
+            what = f"the bucket {settings.bucket}"
+            cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes, CACHE_REMEDY)
+            cache.bound.wants = self._want
+            what = f"the half of the bucket {settings.bucket} that parts of open uploads may take"
+            cache.parts_bound = Bound(
+                what, lambda: held_of(cache.capacity_bytes), lambda: cache.part_bytes, PARTS_REMEDY
+            )
+        return cache
+
+
+def held_of(capacity_bytes: int | None) -> int | None:
+    """The bytes of a capacity that one tenant may hold."""
+    return None if capacity_bytes is None else int(HELD_FRACTION * capacity_bytes)
