@@ -13,7 +13,7 @@ from urllib.parse import unquote_plus, urlencode
 
 import aiohttp
 
-from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
+from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
@@ -212,7 +212,7 @@ class UpstreamObjects:
 
     async def shown(self, bucket: str, made: ObjectInfo) -> ObjectInfo | None:
         """The description of an object that a call has made; None where its key shows another one by now, or none."""
-        condition = ReadCondition(if_match=(made.etag,)) if made.etag else NO_READ_CONDITION
+        condition = ReadCondition(if_match=(made.etag,))
         try:
             return (await self._head(ReadRequest(bucket, made.key, condition=condition))).info
         except CallerError as error:
@@ -338,9 +338,11 @@ class UpstreamObjects:
 
 
 def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
-    """The object that a call has made, as its answer describes it: of its size the answer says nothing."""
+    """The object that a call has made, as its answer describes it: of its size the answer says nothing. Raises
+    ServerError(InternalError) for an answer without an ETag: nothing would tell the object from the one before it.
+    """
     modified_at = answer["LastModified"].timestamp() if "LastModified" in answer else time.time()
-    etag = etag_of(answer["ETag"]) if answer.get("ETag") else ""
+    etag = etag_of(answer.get("ETag"))
     return ObjectInfo(key, nbytes, etag, float(int(modified_at)), Attributes(), checksum_of(answer))
 
 

@@ -26,6 +26,8 @@ ENTRY = (
     b"<Size>1</Size></Contents>"
 )
 
+LIST = b"<ListBucketResult>%b</ListBucketResult>"
+
 
 def document(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -152,10 +154,10 @@ async def test_long_answers_are_read_beside_the_event_loop_one_at_a_time(
     monkeypatch.setattr(objects, "list_page", seen)
     listing = UpstreamObjects(upstream, 1 << 30)
     request = ListRequest("bucket")
-    service.answer = document(b"<a>" + ENTRY % 0 + b"</a>")
+    service.answer = document(LIST % (ENTRY % 0))
     assert len((await listing.list_objects("key", request)).objects) == 1
     assert threads.pop() is threading.current_thread()
-    service.answer = document(b"<a>" + b"".join(ENTRY % each for each in range(100)) + b"</a>")
+    service.answer = document(LIST % b"".join(ENTRY % each for each in range(100)))
     pages = await asyncio.gather(*(listing.list_objects("key", request) for _ in range(4)))
     assert [len(page.objects) for page in pages] == [100] * 4
     assert threading.current_thread() not in threads
@@ -184,17 +186,20 @@ async def test_long_requests_are_written_beside_the_event_loop(
     ids=["too many elements", "more keys than a page has", "an entry without a key"],
 )
 async def test_a_list_that_no_service_sends_is_refused(service: Service, upstream: Upstream, entries: bytes) -> None:
-    service.answer = document(b"<ListBucketResult>" + entries + b"</ListBucketResult>")
+    service.answer = document(LIST % entries)
     with pytest.raises(ServerError) as refused:
         await UpstreamObjects(upstream, 1).list_objects("key", ListRequest("bucket"))
     assert refused.value.code is ErrorCode.INTERNAL_ERROR
 
 
 PARTS = (
-    b"<a><ObjectParts><IsTruncated>true</IsTruncated><NextPartNumberMarker>1</NextPartNumberMarker>%b</ObjectParts></a>"
+    b"<GetObjectAttributesResponse><ObjectParts><IsTruncated>true</IsTruncated>"
+    b"<NextPartNumberMarker>1</NextPartNumberMarker>%b</ObjectParts></GetObjectAttributesResponse>"
 )
 PART = b"<Part><PartNumber>1</PartNumber><Size>1</Size></Part>"
-BUCKETS = b"<a><Buckets>%b</Buckets><ContinuationToken>more</ContinuationToken></a>"
+BUCKETS_PAGE = b"<ListAllMyBucketsResult><Buckets>%b</Buckets>%b</ListAllMyBucketsResult>"
+MORE = b"<ContinuationToken>more</ContinuationToken>"
+BUCKETS = BUCKETS_PAGE.replace(b"%b</List", MORE + b"</List")
 BUCKET = b"<Bucket><Name>b</Name></Bucket>"
 
 
@@ -235,8 +240,8 @@ async def test_a_bucket_among_too_many_has_no_date(
 
 
 async def test_buckets_of_many_pages_are_in_order(service: Service, upstream: Upstream) -> None:
-    for names, token in ((b"db", b"<ContinuationToken>more</ContinuationToken>"), (b"ca", b"")):
+    for names, token in ((b"db", MORE), (b"ca", b"")):
         named = b"".join(b"<Bucket><Name>%c</Name></Bucket>" % name for name in names)
-        service.answers.append(document(b"<a><Buckets>" + named + b"</Buckets>" + token + b"</a>"))
+        service.answers.append(document(BUCKETS_PAGE % (named, token)))
     found = await UpstreamObjects(upstream, 1).list_buckets("key")
     assert [bucket.name for bucket in found] == ["a", "b", "c", "d"]
