@@ -154,7 +154,7 @@ class UpstreamObjects:
 
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
-        async with self._opened("GET", request, with_tags=False) as (answer, head):
+        async with self._opened(request, with_tags=False) as (answer, head):
             yield ObjectRead(head, pieces_of(answer, self._upstream.settings.read_timeout_s))
 
     @asynccontextmanager
@@ -162,7 +162,7 @@ class UpstreamObjects:
         self, request: ReadRequest
     ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
         """A read that also gives the proof of the whole object, if its headers have one."""
-        async with self._opened("GET", request) as (answer, head):
+        async with self._opened(request) as (answer, head):
             coming = pieces_of(answer, self._upstream.settings.read_timeout_s)
             yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
 
@@ -281,31 +281,31 @@ class UpstreamObjects:
 
     async def _head(self, request: ReadRequest) -> ReadHead:
         try:
-            async with self._opened("HEAD", request) as (_, head):
-                if request.range is None:
-                    return head
-                # some services answer a HEAD with the whole: HTTP has ranges for GET alone
-                return replace(head, range=resolve_range(request.range, head.info.nbytes))
+            async with self._asked("HEAD", request) as answer:
+                status, headers = answer.status, answer.headers
+            head = await self._checked(request, status, headers, is_sure=True)  # it may ask again: one at a time
+            if request.range is None:
+                return head
+            # some services answer a HEAD with the whole: HTTP has ranges for GET alone
+            return replace(head, range=resolve_range(request.range, head.info.nbytes))
         except CallerError as error:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 await self.require_bucket(request.bucket)
             raise _of_part(error, request) from None
 
-    @asynccontextmanager
-    async def _opened(
-        self, method: str, request: ReadRequest, *, with_tags: bool = True
-    ) -> AsyncIterator[tuple[Answer, ReadHead]]:
+    def _asked(self, method: str, request: ReadRequest) -> Any:
+        """The answer to a GET or HEAD, as a context."""
         if request.range is not None and request.part_number is not None:
             problem = "a range and a part number exclude each other"
             raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
         query = "" if request.part_number is None else f"partNumber={request.part_number}"
-        async with self._upstream.open(method, request.bucket, request.key, read_headers(request), query) as answer:
-            yield (
-                answer,
-                await self._checked(
-                    request, answer.status, answer.headers, is_sure=method == "HEAD", with_tags=with_tags
-                ),
-            )
+        return self._upstream.open(method, request.bucket, request.key, read_headers(request), query)
+
+    @asynccontextmanager
+    async def _opened(self, request: ReadRequest, *, with_tags: bool = True) -> AsyncIterator[tuple[Answer, ReadHead]]:
+        async with self._asked("GET", request) as answer:
+            head = await self._checked(request, answer.status, answer.headers, is_sure=False, with_tags=with_tags)
+            yield answer, head
 
     async def _checked(
         self, request: ReadRequest, status: int, headers: Mapping[str, str], *, is_sure: bool, with_tags: bool = True

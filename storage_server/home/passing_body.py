@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
+from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Body, Piece
+from storage_server.home.rules.least_rate import LeastRate
 
 
 class PassingBody:
@@ -35,6 +38,25 @@ class CountedBody(PassingBody):
     def __aiter__(self) -> AsyncIterator[Piece]:
         self.has_begun = True
         return aiter(self._body)
+
+
+class RatedBody(PassingBody):
+    """A body that holds a connection upstream while it comes, and so must not come too slowly. Iterating raises
+    CallerError(RequestTimeout) where fewer bytes come than `LeastRate` wants in `window_s`.
+    """
+
+    def __init__(self, body: Body, window_s: float) -> None:
+        super().__init__(body)
+        self._window_s = window_s
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        rate = LeastRate(self._window_s)
+        asked_s = time.monotonic()
+        async for piece in self._body:
+            if rate.is_too_slow(time.monotonic() - asked_s, len(piece)):
+                raise CallerError(ErrorCode.REQUEST_TIMEOUT, "the body comes too slowly", field="body")
+            yield piece
+            asked_s = time.monotonic()
 
 
 class EndedBody(PassingBody):

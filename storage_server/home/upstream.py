@@ -51,7 +51,7 @@ from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.former_keepers import FormerKeepers, PeerCopies
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.own_keys import OwnKeys
-from storage_server.home.passing_body import CountedBody, EndedBody
+from storage_server.home.passing_body import CountedBody, EndedBody, RatedBody
 from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.revalidation import PASSES, Revalidation
 from storage_server.home.rules.merged_list import dirty_after, merged
@@ -319,7 +319,7 @@ class CachedObjects:
         if is_settled and self._write_back.is_dirty(bucket, request.key):
             async with self._write_back.held(bucket, keys, settled=True):
                 pass
-        ended = EndedBody(body)
+        ended = EndedBody(RatedBody(body, self._home.settings.read_timeout_s))
         sending = asyncio.ensure_future(self._there.put_object(access_key, request, ended))
         coming = asyncio.ensure_future(ended.has_come.wait())
         try:
@@ -438,7 +438,7 @@ class CachedUploads:
         return await self._there.create_upload(access_key, request)
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
-        return await self._there.put_part(access_key, request, body)
+        return await self._there.put_part(access_key, request, RatedBody(body, self._home.settings.read_timeout_s))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._there.abort_upload(access_key, upload)

@@ -13,11 +13,15 @@ import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ListRequest
+from objectcache.adapters.caller import CALLER
 from storage_server.home import objects
 from storage_server.home.objects import UpstreamObjects
 from storage_server.home.s3 import connection
 from storage_server.home.s3.connection import Upstream
+from storage_server.home.s3.sent_body import SentBody
 from storage_server.settings import UpstreamSettings
+from tests.support.chunks import BytesBody
+from tests.support.waiting import until
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 BUSY = b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n"
@@ -40,6 +44,8 @@ class Service:
         self.answer = WELL
         self.answers: list[bytes] = []
         self.asked_count = 0
+        self.hangs_up = False
+        """Whether the connection ends where an answer is due."""
         self._bound = socket.create_server(("127.0.0.1", 0))
         self.settings = UpstreamSettings(f"http://127.0.0.1:{self._bound.getsockname()[1]}", "key", "secret")
         threading.Thread(target=self._serve, daemon=True).start()
@@ -59,6 +65,8 @@ class Service:
         with connected, suppress(OSError):
             while b"\r\n\r\n" in connected.recv(65536):
                 self.asked_count += 1
+                if self.hangs_up:
+                    return
                 connected.sendall(self.answers.pop(0) if self.answers else self.answer)
 
 
@@ -245,3 +253,51 @@ async def test_buckets_of_many_pages_are_in_order(service: Service, upstream: Up
         service.answers.append(document(BUCKETS_PAGE % (named, token)))
     found = await UpstreamObjects(upstream, 1).list_buckets("key")
     assert [bucket.name for bucket in found] == ["a", "b", "c", "d"]
+
+
+class SlowBody(BytesBody):
+    """A body that stops in its middle."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in super().__aiter__():
+            yield piece
+            yield piece
+            await asyncio.Event().wait()
+
+
+async def test_a_body_that_is_cut_off_tells_nothing_of_the_service(service: Service, upstream: Upstream) -> None:
+    """One tenant's slow PUTs, or PUTs to a bucket that is not there, would have all others told to slow down."""
+    service.hangs_up = True
+    with pytest.raises(ServerError) as refused:
+        await upstream.put("bucket", "k", {}, "", SentBody(SlowBody(bytes(1000)), 1000, None))
+    assert refused.value.code is ErrorCode.SLOW_DOWN
+    assert upstream.failures_in_a_row == 0
+    with pytest.raises(ServerError):
+        await delete(upstream)
+    assert upstream.failures_in_a_row == 1
+
+
+async def test_long_documents_are_written_in_turns_of_callers(
+    service: Service, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key's completions of ten thousand parts, which take a second each, stood in front of all others."""
+    written, leave = list[str](), asyncio.Semaphore(0)
+
+    async def slowly(work: Callable[[], Any], *, is_long: bool) -> Any:
+        written.append(CALLER.get())
+        await leave.acquire()
+        return work()
+
+    monkeypatch.setattr(connection, "computed", slowly)
+    service.answer = document(b"<DeleteResult/>")
+
+    async def delete_many(key: str) -> None:
+        CALLER.set(key)
+        assert not await UpstreamObjects(upstream, 1).delete_objects(key, "bucket", [f"{k}" for k in range(50)])
+
+    deletions = [asyncio.ensure_future(delete_many(key)) for key in ("many", "many", "many", "other")]
+    await until(lambda: bool(written))
+    for _ in deletions:
+        leave.release()
+    await asyncio.gather(*deletions)
+    assert written == ["many", "many", "other", "many"]
