@@ -107,7 +107,7 @@ class UpstreamHome:
         self.cache = cache
         self.objects = CachedObjects(plain, nbytes_max, self)
         self.uploads = CachedUploads(self.service.uploads, self)
-        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own)
+        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own, self.is_lost)
         self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
@@ -169,7 +169,8 @@ class UpstreamHome:
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
         """The chunk in the cache that answers for this key; None where upstream must be asked: in a cluster also for
-        the keys of other servers, unless upstream does not have the chunk yet.
+        the keys of other servers, unless upstream does not have the chunk yet. Raises ServerError(InternalError) where
+        the chunk is lost.
         """
         stored = self.cache.objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
@@ -177,7 +178,14 @@ class UpstreamHome:
         is_others = self._own is not None and not (is_chunk_key(key) and self._own.are_own(bucket, [key])[0])
         if is_others and not self.write_back.is_dirty(bucket, key):
             return None
+        if self.is_lost(bucket, key):
+            problem = "the only copy of this chunk is damaged, and was not uploaded before: put it again"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=False)
         return None if self.cache.objects.is_damaged(bucket, key) else stored
+
+    def is_lost(self, bucket: str, key: str) -> bool:
+        """Whether a dirty chunk is damaged. Upstream has an older version, or none: neither answers for it."""
+        return self.write_back.is_dirty(bucket, key) and self.cache.objects.is_damaged(bucket, key)
 
     async def put_chunk(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""

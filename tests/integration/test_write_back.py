@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,31 @@ def test_a_damaged_dirty_chunk_is_never_uploaded_and_lookups_stop_before_it(
             client.put_chunks(names[1:], list(chunks[1:]))
             assert eventually(lambda: is_clean(running))
             assert client.lookup(names) == 2
+
+
+def test_a_damaged_dirty_chunk_is_not_answered_with_an_older_version(
+    home: LocalStack, front: Front, bucket: str
+) -> None:
+    """The newer version was acknowledged."""
+    [name], [old, new] = make_chunks(1, LAYOUT)[0], make_chunks(2, LAYOUT)[1]
+    with front.started() as running, running.client(bucket, "http") as client:
+        s3 = s3_client(running.url, OWNER)
+        client.put_chunks([name], [old])
+        assert eventually(lambda: is_clean(running))
+        running.storage.upstream.write_back.pause()
+        client.put_chunks([name], [new])
+        running.damage(bucket, name, 100_000)
+        with suppress(http.client.IncompleteRead):  # the first read finds the damage
+            assert request(running.url, "GET", f"/{bucket}/{name}").status == 500
+        assert request(running.url, "GET", f"/{bucket}/{name}").status == 500
+        with pytest.raises(ClientError, match="500"):
+            s3.head_object(Bucket=bucket, Key=name)
+        assert client.lookup([name]) == 0
+        buffer = client.allocate_buffer(new.nbytes)
+        with pytest.raises(ObjectCacheError):
+            client.fetch([name], LAYOUT, buffer).wait(30)
+        client.put_chunks([name], [new])
+        assert request(running.url, "GET", f"/{bucket}/{name}").body == new.tobytes()
 
 
 FLAG = {"x-amz-objectcache-chunk": "true"}
