@@ -39,6 +39,7 @@ from storage_server.home.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
     etag_of,
+    has_digest,
     put_time,
     read_head,
     read_headers,
@@ -51,7 +52,7 @@ from storage_server.home.rules.merged_list import AFTER_PREFIX
 from storage_server.home.rules.proof import HEADER, Proof, parse_proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.s3.connection import Answer, Upstream
-from storage_server.home.service import Sent
+from storage_server.home.service import HomeHead, Sent
 from storage_server.kernel.objects import check_size
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.reading import resolve_range
@@ -164,7 +165,7 @@ class UpstreamObjects:
         """A read that also gives the proof of the whole object, if its headers have one."""
         async with self._opened(request) as (answer, head):
             coming = pieces_of(answer, self._upstream.settings.read_timeout_s)
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
+            yield _home_head(head, answer.headers), parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
 
     @asynccontextmanager
     async def open_into(
@@ -174,7 +175,7 @@ class UpstreamObjects:
         headers = read_headers(request)
         async with self._upstream.open_into(request.bucket, request.key, headers, into) as (answer, body):
             head = await self._checked(request, answer.status, answer.headers, is_sure=False)
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), body
+            yield _home_head(head, answer.headers), parse_proof(answer.headers.get(HEADER), head.info.nbytes), body
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         parts, marker = list[ObjectPart](), None
@@ -335,6 +336,10 @@ class UpstreamObjects:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 return False
             raise
+
+
+def _home_head(head: ReadHead, headers: Mapping[str, str]) -> HomeHead:
+    return HomeHead(head.info, head.range, head.expiry, has_digest(headers))
 
 
 def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:

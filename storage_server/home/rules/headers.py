@@ -108,6 +108,15 @@ def is_md5(etag: str) -> bool:
     return _MD5.fullmatch(etag) is not None
 
 
+def has_digest(headers: Mapping[str, str]) -> bool:
+    """Whether an ETag that looks like an MD5 is that of the bytes. Of objects that are encrypted with keys of a key
+    service, or of the customer, it is not (S3 User Guide, "Checking object integrity").
+    """
+    return not headers.get("x-amz-server-side-encryption", "").startswith("aws:kms") and (
+        "x-amz-server-side-encryption-customer-algorithm" not in headers
+    )
+
+
 def part_count(etag: str) -> int | None:
     """How many parts the object was stored in; None where it was stored whole."""
     count = etag.rpartition("-")[2]

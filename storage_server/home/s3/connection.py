@@ -31,7 +31,7 @@ from objectcache.adapters.trust import client_context
 from storage_server.home.fetch.bulk_reads import BulkRead, BulkReads, Head, Into
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
-from storage_server.home.rules.headers import etag_of, is_md5, require_plain
+from storage_server.home.rules.headers import etag_of, has_digest, is_md5, require_plain
 from storage_server.home.rules.refusals import is_about, refusal, unreachable
 from storage_server.home.s3.answers import BROKEN_OFF, document_of, error_document_of, head_in_time
 from storage_server.home.s3.places import Places
@@ -208,7 +208,7 @@ class Upstream:
         self, bucket: str, key: str, headers: Mapping[str, str], query: str, sent: SentBody
     ) -> Mapping[str, str]:
         """Store a body; the headers of the answer. Raises the body's own error where that ended it, and
-        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent.
+        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent, and should be it.
         """
         known = {**headers, **sent.headers}
         if "content-encoding" in headers:  # the object's own stays with it
@@ -229,7 +229,7 @@ class Upstream:
                 raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
             raise
         etag = etag_of(headers_back.get("etag"))
-        if is_md5(etag) and etag != sent.hashes.etag:
+        if is_md5(etag) and has_digest(headers_back) and etag != sent.hashes.etag:
             problem = "the upstream store keeps other bytes than were sent"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
         return headers_back

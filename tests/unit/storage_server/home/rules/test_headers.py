@@ -9,6 +9,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import Attributes, ByteRange, ChecksumType, RangeSpec, ReadRequest
 from storage_server.home.rules.headers import (
     attribute_headers,
+    has_digest,
     http_time,
     is_md5,
     object_info,
@@ -109,6 +110,20 @@ def test_etags_tell_parts_and_md5s() -> None:
     assert [part_count(etag) for etag in ("0" * 32, f"{'0' * 32}-7", "a-b")] == [None, 7, None]
     assert part_count(f"a-{'9' * 5_000}") is None
     assert [is_md5(etag) for etag in ("0" * 32, f"{'0' * 32}-7", "A" * 32, "0" * 31)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, True),
+        ({"x-amz-server-side-encryption": "AES256"}, True),
+        ({"x-amz-server-side-encryption": "aws:kms"}, False),
+        ({"x-amz-server-side-encryption": "aws:kms:dsse"}, False),
+        ({"x-amz-server-side-encryption-customer-algorithm": "AES256"}, False),
+    ],
+)
+def test_etags_of_encrypted_objects_are_no_digests(headers: dict[str, str], wanted: bool) -> None:
+    assert has_digest(headers) is wanted
 
 
 @pytest.mark.parametrize(
