@@ -40,6 +40,7 @@ from storage_server.home.rules.headers import (
     attribute_headers,
     etag_of,
     has_digest,
+    proof_header,
     put_time,
     read_head,
     read_headers,
@@ -144,8 +145,8 @@ class UpstreamObjects:
 
     async def _sent(self, request: PutRequest, body: Body, proof: Proof | None) -> tuple[Sent, BodyHashes]:
         check_size(request.nbytes, self._object_bytes_max)
-        proved = {} if proof is None else {HEADER: proof.header()}
-        headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **proved}
+        described = attribute_headers(request.attributes)
+        headers = {**described, **write_headers(request.condition), **proof_header(proof, described)}
         sent = await self._upstream.prepared(body, request.nbytes, request.checksum)
         answer = await self._upstream.put(request.bucket, request.key, headers, "", sent)
         return Sent(answer.get("etag", "").strip('"'), put_time(answer)), sent.hashes

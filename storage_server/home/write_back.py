@@ -20,6 +20,7 @@ from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.threads import to_end
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.key_locks import KeyLocks, Name
+from storage_server.home.rules.headers import METADATA_BYTES_MAX, attribute_headers, metadata_bytes
 from storage_server.home.rules.proof import Proof, make_proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.s3.sent_body import CheckedBody
@@ -140,12 +141,15 @@ class WriteBack:
 
     @contextmanager
     def room(self, request: PutRequest) -> Iterator[bool]:
-        """Whether a chunk may be kept here alone; room is kept for it until the block ends."""
+        """Whether a chunk may be kept here alone; room is kept for it until the block ends. One with more metadata than
+        services take is not: upstream would refuse it behind the answer, for ever.
+        """
         limit_bytes = self._cache.space.extent_bytes_max
         nbytes = aligned(request.nbytes)
         wanted_bytes = self.dirty_bytes + self._coming_bytes + nbytes
         fits = limit_bytes is None or wanted_bytes <= DIRTY_FRACTION * limit_bytes
-        if not (self._accepts and fits and request.condition == NO_WRITE_CONDITION):
+        is_taken = metadata_bytes(attribute_headers(request.attributes)) <= METADATA_BYTES_MAX
+        if not (self._accepts and fits and is_taken and request.condition == NO_WRITE_CONDITION):
             yield False
             return
         self._coming_bytes += nbytes
