@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from urllib.parse import unquote_plus, urlencode
 import aiohttp
 
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
@@ -36,6 +36,7 @@ from descriptors.storage_api import Body, ObjectRead, Piece
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.documents import entries_of, is_writable, size_of
 from storage_server.home.rules.headers import (
+    KEPT_BYTES_MAX,
     TAGGING_COUNT,
     attribute_headers,
     etag_of,
@@ -63,6 +64,8 @@ BUCKETS_MAX = 20_000
 """One account has no more buckets; S3's own bound is 10,000 where nobody has asked for more."""
 BUCKETS_PER_PAGE_MAX = 10_000
 PART_PAGES_MAX = 100
+TAGS_MAX = 50
+"""S3 has 10 tags of an object."""
 PARTS_MAX = 10_000
 """One object of S3 has no more parts."""
 
@@ -352,18 +355,24 @@ def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
     return ObjectInfo(key, nbytes, etag, float(int(modified_at)), Attributes(), checksum_of(answer))
 
 
+def decoding(found: Mapping[str, Any]) -> Callable[[str], str]:
+    """What makes a key of a name in a page. A service that takes no `encoding-type` writes keys as they are."""
+    return unquote_plus if found.get("EncodingType") == "url" else str
+
+
 def list_page(found: dict[str, Any]) -> ListPage:
-    """A page of ListObjectsV2 whose names are percent-encoded."""
+    """A page of ListObjectsV2."""
+    name_of = decoding(found)
     objects = [
         ObjectInfo(
-            unquote_plus(each["Key"]),
+            name_of(each["Key"]),
             size_of(each),
             each["ETag"].strip('"'),
             float(int(each["LastModified"].timestamp())),
         )
         for each in entries_of(found, "Contents")
     ]
-    prefixes = [unquote_plus(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
+    prefixes = [name_of(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return ListPage(objects, prefixes, None)
     last_key = objects[-1].key if objects else ""
@@ -404,7 +413,13 @@ def _not_deleted(found: dict[str, Any]) -> list[NotDeleted]:
 
 
 def _tags_in(found: dict[str, Any]) -> dict[str, str]:
-    return {tag["Key"]: tag["Value"] for tag in entries_of(found, "TagSet")}
+    """The tags of an object. Raises ServerError(InternalError) for more than any service lets an object have: the row
+    of each copy has them.
+    """
+    tags = {tag["Key"]: tag["Value"] for tag in entries_of(found, "TagSet", TAGS_MAX)}
+    if sum(len(name) + len(value) for name, value in tags.items()) > KEPT_BYTES_MAX:
+        raise ServerError(ErrorCode.INTERNAL_ERROR, f"an object came with tags of over {KEPT_BYTES_MAX} bytes")
+    return tags
 
 
 async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:

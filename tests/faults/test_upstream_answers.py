@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.objects import ListRequest
+from descriptors.objects import ListRequest, ReadRequest, UploadListRequest
 from objectcache.adapters.caller import CALLER
 from storage_server.home import objects
 from storage_server.home.objects import UpstreamObjects
 from storage_server.home.s3 import connection
 from storage_server.home.s3.connection import Upstream
 from storage_server.home.s3.sent_body import SentBody
+from storage_server.home.uploads import UpstreamUploads
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import BytesBody
 from tests.support.waiting import until
@@ -301,3 +302,32 @@ async def test_long_documents_are_written_in_turns_of_callers(
         leave.release()
     await asyncio.gather(*deletions)
     assert written == ["many", "many", "other", "many"]
+
+
+@pytest.mark.parametrize(("encoding", "key"), [(b"<EncodingType>url</EncodingType>", "a b%"), (b"", "a+b%25")])
+async def test_names_are_decoded_where_the_page_says_that_they_are_encoded(
+    service: Service, upstream: Upstream, encoding: bytes, key: str
+) -> None:
+    """A service that takes no encoding-type writes a plus as it is."""
+    service.answer = document(LIST % (encoding + ENTRY.replace(b"k%d", b"a+b%25")))
+    page = await UpstreamObjects(upstream, 1).list_objects("key", ListRequest("bucket"))
+    assert [info.key for info in page.objects] == [key]
+    uploads = b"<ListMultipartUploadsResult>%b<Upload><Key>a+b%%25</Key><UploadId>1</UploadId></Upload>%b"
+    service.answer = document(uploads % (encoding, b"</ListMultipartUploadsResult>"))
+    listing = UpstreamUploads(upstream, UpstreamObjects(upstream, 1), 1)
+    found = await listing.list_uploads("key", UploadListRequest("bucket"))
+    assert [upload.key for upload in found.uploads] == [key]
+
+
+@pytest.mark.parametrize(("count", "value_bytes"), [(51, 1), (10, 2000)])
+async def test_an_object_with_more_tags_than_any_service_keeps_is_refused(
+    service: Service, upstream: Upstream, count: int, value_bytes: int
+) -> None:
+    """Each copy in the cache has them in its row."""
+    tag = b"<Tag><Key>%d</Key><Value>%b</Value></Tag>"
+    tags = b"".join(tag % (index, b"v" * value_bytes) for index in range(count))
+    head = b'HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: "e"\r\nx-amz-tagging-count: 1\r\n\r\n'
+    service.answers = [head, document(b"<Tagging><TagSet>" + tags + b"</TagSet></Tagging>")]
+    with pytest.raises(ServerError) as refused:
+        await UpstreamObjects(upstream, 1).head_object("key", ReadRequest("bucket", "k"))
+    assert refused.value.code is ErrorCode.INTERNAL_ERROR
