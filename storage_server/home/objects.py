@@ -356,7 +356,9 @@ def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
 
 
 def decoding(found: Mapping[str, Any]) -> Callable[[str], str]:
-    """What makes a key of a name in a page. A service that takes no `encoding-type` writes keys as they are."""
+    """The function that makes a key of a name in a page. A service that knows no `encoding-type` writes keys as they
+    are.
+    """
     return unquote_plus if found.get("EncodingType") == "url" else str
 
 

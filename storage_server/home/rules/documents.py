@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 from xml.etree.ElementTree import Element
@@ -58,7 +57,7 @@ and headers.
 """
 _ROOT_ENDINGS = ("Output", "Response", "Result")
 """Services that are generated from a model name a root by the operation and one of these."""
-_ERROR = "Error"
+_ERROR, _GOOD = "Error", 200
 _T = TypeVar("_T")
 _UNWRITABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
@@ -191,7 +190,7 @@ def _refuse_error(body: bytes) -> None:
     except ValueError:
         return
     if root.tag == _ERROR:
-        raise refusal(HTTPStatus.OK, body)
+        raise refusal(_GOOD, body)
 
 
 class _Parser(RestXMLParser):  # type: ignore[misc]
@@ -211,7 +210,7 @@ class _Parser(RestXMLParser):  # type: ignore[misc]
         except ValueError as error:
             raise ResponseParserError(str(error)) from error
         if root.tag == _ERROR:
-            raise refusal(HTTPStatus.OK, xml_string)
+            raise refusal(_GOOD, xml_string)
         if root.tag not in self._roots:
             raise ResponseParserError(f"the document is a {root.tag}")
         return root

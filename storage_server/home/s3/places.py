@@ -1,4 +1,4 @@
-"""Whose requests have the connections to a service: no access key has them all, and no long body keeps them all."""
+"""The places of requests at a service: no access key has all of them, and bodies leave some free."""
 
 from __future__ import annotations
 
