@@ -49,6 +49,7 @@ CUT_OFF_S = 2.0
 """Where upstream has not answered, later lookups do not ask it for so long."""
 _log = logging.getLogger(__name__)
 Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
+IsLost = Callable[[str, str], bool]
 
 
 class UpstreamChunks:
@@ -61,8 +62,12 @@ class UpstreamChunks:
         fetches: Fetches,
         forget: Forget,
         own: OwnKeys | None = None,
+        is_lost: IsLost = lambda bucket, key: False,
     ) -> None:
-        """In a cluster `own` says which keys this server is the keeper of."""
+        """In a cluster `own` says which keys this server is the keeper of. `is_lost` says that upstream has at most an
+        older version of a chunk, and that the only copy of the present one is damaged.
+        """
+        self._is_lost = is_lost
         self._objects = objects
         self._cache = cache
         self._fetches = fetches
@@ -89,7 +94,8 @@ class UpstreamChunks:
             await objects.expect(memory, len(keys), layout.chunk_bytes)
             found = await self._found(bucket, keys, memory)
             await self._require_current(bucket, keys, found)
-            absent = [index for index, extents in enumerate(found) if extents is None]
+            missing = [index for index, extents in enumerate(found) if extents is None]
+            absent = [index for index in missing if not self._is_lost(bucket, keys[index])]
             if absent:
                 await objects.reserve(memory, len(keys), layout.chunk_bytes)
                 await self._stop_stale(bucket, [keys[index] for index in absent])
@@ -135,6 +141,7 @@ class UpstreamChunks:
                 found += [None if extents is None else [] for extents in part]
         for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
+        keys = keys[: await self._sound_count(bucket, keys, found)]
         low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
         staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
@@ -196,6 +203,15 @@ class UpstreamChunks:
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
         """Upstream may have these no more."""
         self._known.forget(bucket, keys)
+
+    async def _sound_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
+        """How many keys stand before the first one that is lost."""
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            for index, key in enumerate(part, start):
+                if found[index] is None and self._is_lost(bucket, key):
+                    return index
+        return len(keys)
 
     async def _known_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
         now_s = time.monotonic()

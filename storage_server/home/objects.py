@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from urllib.parse import unquote_plus, urlencode
 
 import aiohttp
 
-from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
@@ -36,9 +36,12 @@ from descriptors.storage_api import Body, ObjectRead, Piece
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.documents import entries_of, is_writable, size_of
 from storage_server.home.rules.headers import (
+    KEPT_BYTES_MAX,
     TAGGING_COUNT,
     attribute_headers,
     etag_of,
+    has_digest,
+    proof_header,
     put_time,
     read_head,
     read_headers,
@@ -51,7 +54,7 @@ from storage_server.home.rules.merged_list import AFTER_PREFIX
 from storage_server.home.rules.proof import HEADER, Proof, parse_proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.s3.connection import Answer, Upstream
-from storage_server.home.service import Sent
+from storage_server.home.service import HomeHead, Sent
 from storage_server.kernel.objects import check_size
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.reading import resolve_range
@@ -61,6 +64,8 @@ BUCKETS_MAX = 20_000
 """One account has no more buckets; S3's own bound is 10,000 where nobody has asked for more."""
 BUCKETS_PER_PAGE_MAX = 10_000
 PART_PAGES_MAX = 100
+TAGS_MAX = 50
+"""S3 has 10 tags of an object."""
 PARTS_MAX = 10_000
 """One object of S3 has no more parts."""
 
@@ -143,8 +148,8 @@ class UpstreamObjects:
 
     async def _sent(self, request: PutRequest, body: Body, proof: Proof | None) -> tuple[Sent, BodyHashes]:
         check_size(request.nbytes, self._object_bytes_max)
-        proved = {} if proof is None else {HEADER: proof.header()}
-        headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **proved}
+        described = attribute_headers(request.attributes)
+        headers = {**described, **write_headers(request.condition), **proof_header(proof, described)}
         sent = await self._upstream.prepared(body, request.nbytes, request.checksum)
         answer = await self._upstream.put(request.bucket, request.key, headers, "", sent)
         return Sent(answer.get("etag", "").strip('"'), put_time(answer)), sent.hashes
@@ -154,7 +159,7 @@ class UpstreamObjects:
 
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
-        async with self._opened("GET", request, with_tags=False) as (answer, head):
+        async with self._opened(request, with_tags=False) as (answer, head):
             yield ObjectRead(head, pieces_of(answer, self._upstream.settings.read_timeout_s))
 
     @asynccontextmanager
@@ -162,9 +167,9 @@ class UpstreamObjects:
         self, request: ReadRequest
     ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
         """A read that also gives the proof of the whole object, if its headers have one."""
-        async with self._opened("GET", request) as (answer, head):
+        async with self._opened(request) as (answer, head):
             coming = pieces_of(answer, self._upstream.settings.read_timeout_s)
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
+            yield _home_head(head, answer.headers), parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
 
     @asynccontextmanager
     async def open_into(
@@ -174,7 +179,7 @@ class UpstreamObjects:
         headers = read_headers(request)
         async with self._upstream.open_into(request.bucket, request.key, headers, into) as (answer, body):
             head = await self._checked(request, answer.status, answer.headers, is_sure=False)
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), body
+            yield _home_head(head, answer.headers), parse_proof(answer.headers.get(HEADER), head.info.nbytes), body
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         parts, marker = list[ObjectPart](), None
@@ -212,7 +217,7 @@ class UpstreamObjects:
 
     async def shown(self, bucket: str, made: ObjectInfo) -> ObjectInfo | None:
         """The description of an object that a call has made; None where its key shows another one by now, or none."""
-        condition = ReadCondition(if_match=(made.etag,)) if made.etag else NO_READ_CONDITION
+        condition = ReadCondition(if_match=(made.etag,))
         try:
             return (await self._head(ReadRequest(bucket, made.key, condition=condition))).info
         except CallerError as error:
@@ -281,31 +286,31 @@ class UpstreamObjects:
 
     async def _head(self, request: ReadRequest) -> ReadHead:
         try:
-            async with self._opened("HEAD", request) as (_, head):
-                if request.range is None:
-                    return head
-                # some services answer a HEAD with the whole: HTTP has ranges for GET alone
-                return replace(head, range=resolve_range(request.range, head.info.nbytes))
+            async with self._asked("HEAD", request) as answer:
+                status, headers = answer.status, answer.headers
+            head = await self._checked(request, status, headers, is_sure=True)  # it may ask again: one at a time
+            if request.range is None:
+                return head
+            # some services answer a HEAD with the whole: HTTP has ranges for GET alone
+            return replace(head, range=resolve_range(request.range, head.info.nbytes))
         except CallerError as error:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 await self.require_bucket(request.bucket)
             raise _of_part(error, request) from None
 
-    @asynccontextmanager
-    async def _opened(
-        self, method: str, request: ReadRequest, *, with_tags: bool = True
-    ) -> AsyncIterator[tuple[Answer, ReadHead]]:
+    def _asked(self, method: str, request: ReadRequest) -> Any:
+        """The answer to a GET or HEAD, as a context."""
         if request.range is not None and request.part_number is not None:
             problem = "a range and a part number exclude each other"
             raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
         query = "" if request.part_number is None else f"partNumber={request.part_number}"
-        async with self._upstream.open(method, request.bucket, request.key, read_headers(request), query) as answer:
-            yield (
-                answer,
-                await self._checked(
-                    request, answer.status, answer.headers, is_sure=method == "HEAD", with_tags=with_tags
-                ),
-            )
+        return self._upstream.open(method, request.bucket, request.key, read_headers(request), query)
+
+    @asynccontextmanager
+    async def _opened(self, request: ReadRequest, *, with_tags: bool = True) -> AsyncIterator[tuple[Answer, ReadHead]]:
+        async with self._asked("GET", request) as answer:
+            head = await self._checked(request, answer.status, answer.headers, is_sure=False, with_tags=with_tags)
+            yield answer, head
 
     async def _checked(
         self, request: ReadRequest, status: int, headers: Mapping[str, str], *, is_sure: bool, with_tags: bool = True
@@ -337,25 +342,39 @@ class UpstreamObjects:
             raise
 
 
+def _home_head(head: ReadHead, headers: Mapping[str, str]) -> HomeHead:
+    return HomeHead(head.info, head.range, head.expiry, has_digest(headers))
+
+
 def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
-    """The object that a call has made, as its answer describes it: of its size the answer says nothing."""
+    """The object that a call has made, as its answer describes it: of its size the answer says nothing. Raises
+    ServerError(InternalError) for an answer without an ETag: nothing would tell the object from the one before it.
+    """
     modified_at = answer["LastModified"].timestamp() if "LastModified" in answer else time.time()
-    etag = etag_of(answer["ETag"]) if answer.get("ETag") else ""
+    etag = etag_of(answer.get("ETag"))
     return ObjectInfo(key, nbytes, etag, float(int(modified_at)), Attributes(), checksum_of(answer))
 
 
+def decoding(found: Mapping[str, Any]) -> Callable[[str], str]:
+    """The function that makes a key of a name in a page. A service that knows no `encoding-type` writes keys as they
+    are.
+    """
+    return unquote_plus if found.get("EncodingType") == "url" else str
+
+
 def list_page(found: dict[str, Any]) -> ListPage:
-    """A page of ListObjectsV2 whose names are percent-encoded."""
+    """A page of ListObjectsV2."""
+    name_of = decoding(found)
     objects = [
         ObjectInfo(
-            unquote_plus(each["Key"]),
+            name_of(each["Key"]),
             size_of(each),
             each["ETag"].strip('"'),
             float(int(each["LastModified"].timestamp())),
         )
         for each in entries_of(found, "Contents")
     ]
-    prefixes = [unquote_plus(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
+    prefixes = [name_of(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return ListPage(objects, prefixes, None)
     last_key = objects[-1].key if objects else ""
@@ -396,7 +415,13 @@ def _not_deleted(found: dict[str, Any]) -> list[NotDeleted]:
 
 
 def _tags_in(found: dict[str, Any]) -> dict[str, str]:
-    return {tag["Key"]: tag["Value"] for tag in entries_of(found, "TagSet")}
+    """The tags of an object. Raises ServerError(InternalError) for more than any service lets an object have: the row
+    of each copy has them.
+    """
+    tags = {tag["Key"]: tag["Value"] for tag in entries_of(found, "TagSet", TAGS_MAX)}
+    if sum(len(name) + len(value) for name, value in tags.items()) > KEPT_BYTES_MAX:
+        raise ServerError(ErrorCode.INTERNAL_ERROR, f"an object came with tags of over {KEPT_BYTES_MAX} bytes")
+    return tags
 
 
 async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
-from descriptors.objects import ListRequest
+from descriptors.objects import ListRequest, ReadRequest
 from descriptors.storage_api import SERVER_KEY
 from storage_server.home.service import HomeObjects
 from storage_server.kernel.index import queries, transaction
@@ -51,9 +51,19 @@ class Revalidation:
                 _log.exception("the cache could not be compared with upstream; it is tried again")
 
     async def compare_all(self) -> None:
-        """Make one pass. Raises ObjectCacheError where upstream fails; nothing is removed then."""
+        """Make one pass. A bucket whose list is refused keeps its copies, and holds no other bucket up; its error is
+        raised at the end. Raises ServerError(SlowDown) at once where upstream is busy or gone.
+        """
+        refused: ObjectCacheError | None = None
         for bucket in await self._index.threaded(queries.buckets):
-            await self._compare(bucket.name)
+            try:
+                await self._compare(bucket.name)
+            except ObjectCacheError as error:
+                if error.code is ErrorCode.SLOW_DOWN:
+                    raise
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     async def forget_others(self, bucket: str, shown: Mapping[str, str | None]) -> None:
         """Remove the copies of these keys whose ETag is not what the key shows."""
@@ -71,10 +81,24 @@ class Revalidation:
         while cached := await self._cached(bucket, after):
             first, last = next(iter(cached)), next(reversed(cached))
             listed, end = await self._listed(bucket, max(after, just_before(first)))
+            if (
+                end is not None and end < first
+            ):  # so many keys lie before the first cached one that the page ended there
+                listed, end = await self._shown(bucket, first), first
             stale = stale_keys({key: stored.info.etag for key, stored in cached.items()}, listed, end)
             if stale:
                 self.stale_count += await self._forget(bucket, {key: cached[key].version for key in stale})
-            after = last if end is None or end < first else min(last, end)  # each page passes a key that is cached
+            after = last if end is None else min(last, end)  # each page passes a key that is cached
+
+    async def _shown(self, bucket: str, key: str) -> dict[str, str]:
+        """The ETag that this key shows upstream; empty where there is no object."""
+        try:
+            head = await self._objects.head_object(SERVER_KEY, ReadRequest(bucket, key))
+        except CallerError as error:
+            if error.code not in (ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET):
+                raise
+            return {}
+        return {key: head.info.etag}
 
     async def _cached(self, bucket: str, after: str) -> dict[str, StoredObject]:
         """The next cached objects by key, in order."""

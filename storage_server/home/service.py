@@ -26,6 +26,13 @@ class Sent:
     modified_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class HomeHead(ReadHead):
+    """The head of an answer of home. `has_digest` says whether an ETag that looks like an MD5 is that of the bytes."""
+
+    has_digest: bool = True
+
+
 class Shown(NamedTuple):
     """The state of an object's key now: its ETag, None for no object; and whether the key showed an object before."""
 

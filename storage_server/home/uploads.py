@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import unquote_plus, urlencode
+from urllib.parse import urlencode
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import (
@@ -26,7 +26,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import Body
-from storage_server.home.objects import UpstreamObjects, checksum_of, made_by
+from storage_server.home.objects import UpstreamObjects, checksum_of, decoding, made_by
 from storage_server.home.rules.documents import entries_of, size_of
 from storage_server.home.rules.headers import attribute_headers, etag_of, put_time, source_headers, write_headers
 from storage_server.home.s3.connection import Upstream
@@ -139,13 +139,14 @@ def _part_page(upload: UploadRef, found: dict[str, Any]) -> PartPage:
 
 
 def _upload_page(found: dict[str, Any]) -> UploadPage:
-    """A page of ListMultipartUploads whose names are percent-encoded."""
-    uploads = [_upload_info(each["UploadId"], unquote_plus(each["Key"]), each) for each in entries_of(found, "Uploads")]
-    prefixes = [unquote_plus(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
+    """A page of ListMultipartUploads."""
+    name_of = decoding(found)
+    uploads = [_upload_info(each["UploadId"], name_of(each["Key"]), each) for each in entries_of(found, "Uploads")]
+    prefixes = [name_of(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return UploadPage(uploads, prefixes, None, None)
     return UploadPage(
-        uploads, prefixes, unquote_plus(found.get("NextKeyMarker", "")), found.get("NextUploadIdMarker") or None
+        uploads, prefixes, name_of(found.get("NextKeyMarker", "")), found.get("NextUploadIdMarker") or None
     )
 
 

@@ -19,7 +19,6 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
-    BodyDigests,
     BucketCache,
     BucketInfo,
     CompleteRequest,
@@ -41,9 +40,9 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
-from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
+from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, UploadsApi
 from objectcache.adapters.caller import CALLER
-from objectcache.adapters.threads import computed, to_end
+from objectcache.adapters.threads import computed, finished, to_end
 from storage_server.home.cached_read import healing
 from storage_server.home.chunks import UpstreamChunks
 from storage_server.home.embedded import EmbeddedStore
@@ -52,6 +51,7 @@ from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.former_keepers import FormerKeepers, PeerCopies
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.own_keys import OwnKeys
+from storage_server.home.passing_body import CountedBody, EndedBody, RatedBody
 from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.revalidation import PASSES, Revalidation
 from storage_server.home.rules.merged_list import dirty_after, merged
@@ -107,7 +107,7 @@ class UpstreamHome:
         self.cache = cache
         self.objects = CachedObjects(plain, nbytes_max, self)
         self.uploads = CachedUploads(self.service.uploads, self)
-        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own)
+        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own, self.is_lost)
         self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
@@ -169,7 +169,8 @@ class UpstreamHome:
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
         """The chunk in the cache that answers for this key; None where upstream must be asked: in a cluster also for
-        the keys of other servers, unless upstream does not have the chunk yet.
+        the keys of other servers, unless upstream does not have the chunk yet. Raises ServerError(InternalError) where
+        the chunk is lost.
         """
         stored = self.cache.objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
@@ -177,7 +178,14 @@ class UpstreamHome:
         is_others = self._own is not None and not (is_chunk_key(key) and self._own.are_own(bucket, [key])[0])
         if is_others and not self.write_back.is_dirty(bucket, key):
             return None
+        if self.is_lost(bucket, key):
+            problem = "the only copy of this chunk is damaged, and was not uploaded before: put it again"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=False)
         return None if self.cache.objects.is_damaged(bucket, key) else stored
+
+    def is_lost(self, bucket: str, key: str) -> bool:
+        """Whether a dirty chunk is damaged. Upstream has an older version, or none: neither answers for it."""
+        return self.write_back.is_dirty(bucket, key) and self.cache.objects.is_damaged(bucket, key)
 
     async def put_chunk(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""
@@ -308,11 +316,30 @@ class CachedObjects:
                     self._full_at_s = time.monotonic()
                 if counted.has_begun:
                     raise
+        return await self._put_passing(access_key, request, body)
+
+    async def _put_passing(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        """A body is sent as it comes, but for its last piece, which goes while the key is held: so the object comes
+        neither before nor behind another change of the key. A slow sender holds no key.
+        """
         bucket, keys = request.bucket, [request.key]
-        if self._write_back.is_dirty(bucket, request.key):  # a flag made it a chunk, and this one has none
+        is_settled = request.condition != NO_WRITE_CONDITION
+        if is_settled and self._write_back.is_dirty(bucket, request.key):
             async with self._write_back.held(bucket, keys, settled=True):
                 pass
-        return await self._home.changing(bucket, keys, self._there.put_object(access_key, request, body))
+        ended = EndedBody(RatedBody(body, self._home.settings.read_timeout_s))
+        sending = asyncio.ensure_future(self._there.put_object(access_key, request, ended))
+        coming = asyncio.ensure_future(ended.has_come.wait())
+        try:
+            if request.nbytes:  # an object without bytes is there as soon as its head is
+                await asyncio.wait((sending, coming), return_when=asyncio.FIRST_COMPLETED)
+            async with self._write_back.held(bucket, keys, settled=is_settled):
+                ended.may_end.set()
+                return await self._home.changing(bucket, keys, sending)
+        finally:
+            coming.cancel()
+            sending.cancel()
+            await finished(sending)
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
         """Upstream is asked where the copy's tags may not be those of the object, unless it is gone."""
@@ -408,29 +435,6 @@ class CachedObjects:
         return merged(page, dirty, request) if dirty and request.max_keys else page
 
 
-class CountedBody:
-    """A body of which one can tell whether anybody has begun to read it."""
-
-    def __init__(self, body: Body) -> None:
-        self._body = body
-        self.has_begun = False
-
-    @property
-    def has_sha256(self) -> bool:
-        return self._body.has_sha256
-
-    @property
-    def is_held_back(self) -> bool:
-        return self._body.is_held_back
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        self.has_begun = True
-        return aiter(self._body)
-
-    def digests(self) -> BodyDigests:
-        return self._body.digests()
-
-
 class CachedUploads:
     """Implements descriptors.storage_api.UploadsApi: uploads upstream, which may replace objects in the cache."""
 
@@ -442,7 +446,7 @@ class CachedUploads:
         return await self._there.create_upload(access_key, request)
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
-        return await self._there.put_part(access_key, request, body)
+        return await self._there.put_part(access_key, request, RatedBody(body, self._home.settings.read_timeout_s))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._there.abort_upload(access_key, upload)

@@ -20,6 +20,7 @@ from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.threads import to_end
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.key_locks import KeyLocks, Name
+from storage_server.home.rules.headers import METADATA_BYTES_MAX, attribute_headers, metadata_bytes
 from storage_server.home.rules.proof import Proof, make_proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.s3.sent_body import CheckedBody
@@ -88,6 +89,8 @@ class WriteBack:
         self._uploads_max = uploads_max
         self._accepts = accepts
         self._dirty: dict[Name, Dirty] = {}
+        """In the order in which they came: the first is the oldest."""
+        self._refused_count = 0
         self._queue: deque[Name] = deque()
         self._queued: set[Name] = set()
         """Names in the queue, with a timer, or being uploaded: each once, however often it is put."""
@@ -103,11 +106,10 @@ class WriteBack:
 
     @property
     def status(self) -> WriteBackStatus:
-        """Read now."""
-        oldest = min((dirty.since for dirty in self._dirty.values()), default=None)
-        refused = sum(dirty.problem is not None for dirty in self._dirty.values())
-        age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-        return WriteBackStatus(len(self._dirty), self.dirty_bytes, age_s, refused)
+        """Read now, on the event loop: there may be a million dirty chunks, and nothing walks them."""
+        oldest = next(iter(self._dirty.values()), None)
+        age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest.since)
+        return WriteBackStatus(len(self._dirty), self.dirty_bytes, age_s, self._refused_count)
 
     async def start(self) -> None:
         """Find what an earlier run has left, and begin to upload."""
@@ -140,12 +142,15 @@ class WriteBack:
 
     @contextmanager
     def room(self, request: PutRequest) -> Iterator[bool]:
-        """Whether a chunk may be kept here alone; room is kept for it until the block ends."""
+        """Whether a chunk may be kept here alone; room is kept for it until the block ends. One with more metadata than
+        services take is not: upstream would refuse it behind the answer, for ever.
+        """
         limit_bytes = self._cache.space.extent_bytes_max
         nbytes = aligned(request.nbytes)
         wanted_bytes = self.dirty_bytes + self._coming_bytes + nbytes
         fits = limit_bytes is None or wanted_bytes <= DIRTY_FRACTION * limit_bytes
-        if not (self._accepts and fits and request.condition == NO_WRITE_CONDITION):
+        is_taken = metadata_bytes(attribute_headers(request.attributes)) <= METADATA_BYTES_MAX
+        if not (self._accepts and fits and is_taken and request.condition == NO_WRITE_CONDITION):
             yield False
             return
         self._coming_bytes += nbytes
@@ -230,6 +235,7 @@ class WriteBack:
         dirty = self._dirty.pop(name, None)
         if dirty is not None:
             self.dirty_bytes -= dirty.nbytes
+            self._refused_count -= dirty.problem is not None
         return dirty
 
     async def _require_bucket(self, bucket: str) -> None:
@@ -292,6 +298,7 @@ class WriteBack:
             delay_s = _back_off_s(dirty.failure_count)
         elif dirty is not None:
             if dirty.problem is None:
+                self._refused_count += 1
                 _log.warning("%s/%s stays here alone: %s", *name, error)
             dirty.problem = error
             delay_s = REFUSED_AGAIN_S

@@ -22,6 +22,7 @@ from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerS
 from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
 from descriptors.storage_api import DeliveryStart, Moved, StorageApi
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase, ServerTiming
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.limited_server import LimitedServer
@@ -146,14 +147,14 @@ class StorageHttp:
         document = await _checked_body(http) if http.can_read_body else b""
         if call.document is None and document:
             fields, document = json.loads(document), b""
-        result = await method(**call.decode(fields, document))
+        result = await method(**_arguments(call, fields, document))
         _note_moved(http[_TRACE], result)
         return _json_bytes(call.encode_result(result))
 
     async def _body(
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
-        trace, arguments = http[_TRACE], call.decode(fields, b"")
+        trace, arguments = http[_TRACE], _arguments(call, fields, b"")
         trace.nbytes = arguments["request"].nbytes
         body = PeerBody(http, trace.nbytes, trace.phases, has_sha256=fields["has_sha256"])
         return _json_bytes(call.encode_result(await method(**arguments, body=body)))
@@ -161,7 +162,7 @@ class StorageHttp:
     async def _read(
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
-        async with method(**call.decode(fields, b"")) as read:
+        async with method(**_arguments(call, fields, b"")) as read:
             piece = await anext(read.body, b"")
             if not piece:
                 read.require_whole(0)
@@ -183,13 +184,20 @@ class StorageHttp:
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
         sink = ResponseSink(http, lambda start: _result(_START.dump_json(start)))
-        outcome = await method(**call.decode(fields, await _checked_body(http)), sink=sink)
+        outcome = await method(**_arguments(call, fields, await _checked_body(http)), sink=sink)
         http[_TRACE].request_id = outcome.start.request_id
         _note_moved(http[_TRACE], outcome)
         if sink.response is None:
             return _json_bytes(call.encode_result(outcome))
         await sink.response.write_eof()
         return sink.response
+
+
+def _arguments(call: PeerCall, fields: dict[str, Any], document: bytes) -> dict[str, Any]:
+    """The arguments of a call, which is made for the access key that is among them."""
+    arguments = call.decode(fields, document)
+    CALLER.set(arguments.get("access_key", ""))
+    return arguments
 
 
 def _note_moved(trace: _Trace, result: object) -> None:

@@ -253,6 +253,34 @@ async def test_interim_answers_without_end_end_the_connection(service: Service, 
     assert await asyncio.to_thread(has_left.wait, 30)
 
 
+CHUNKED_ERROR = b"HTTP/1.1 404 x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("lines", [b"2\r\n{}\r\n0\r\n" + b"a: b\r\n" * 100_000, b"1\r\n \r\n" * 100_000])
+async def test_an_error_whose_chunks_or_trailers_have_no_end_is_its_status(
+    service: Service, reads: BulkReads, lines: bytes
+) -> None:
+    """Each line is a step of Python, in 64 threads, that the event loop waits for."""
+    service.answers = [lambda connection: connection.sendall(CHUNKED_ERROR + lines)]
+    reading = begun(reads, memoryview(bytearray(len(BODY))))
+    told = await reading.head
+    assert (told.status, told.document) == (404, b"")
+    await reading.end()
+
+
+async def test_an_error_in_chunks_is_read(service: Service, reads: BulkReads) -> None:
+    service.answers = [
+        lambda connection: connection.sendall(CHUNKED_ERROR + b"3\r\n<a>\r\n4\r\n</a>\r\n0\r\n\r\n"),
+        whole,
+    ]
+    for _ in range(2):
+        reading = begun(reads, memoryview(bytearray(len(BODY))))
+        told = await reading.head
+        assert told.document == (b"<a></a>" if told.status == 404 else b"")
+        await reading.end()
+    assert service.connection_count == 1
+
+
 async def test_headers_are_read_as_utf_8(service: Service, reads: BulkReads) -> None:
     service.answers = [lambda connection: connection.sendall(head(further="x-amz-meta-who: J\u00fcrgen\r\n") + BODY)]
     reading = begun(reads, memoryview(bytearray(len(BODY))))

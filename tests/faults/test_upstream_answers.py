@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.objects import ListRequest
+from descriptors.objects import ListRequest, ReadRequest, UploadListRequest
+from objectcache.adapters.caller import CALLER
 from storage_server.home import objects
 from storage_server.home.objects import UpstreamObjects
 from storage_server.home.s3 import connection
 from storage_server.home.s3.connection import Upstream
+from storage_server.home.s3.sent_body import SentBody
+from storage_server.home.uploads import UpstreamUploads
 from storage_server.settings import UpstreamSettings
+from tests.support.chunks import BytesBody
+from tests.support.waiting import until
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 BUSY = b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n"
@@ -25,6 +30,8 @@ ENTRY = (
     b"<Contents><Key>k%d</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;e&quot;</ETag>"
     b"<Size>1</Size></Contents>"
 )
+
+LIST = b"<ListBucketResult>%b</ListBucketResult>"
 
 
 def document(body: bytes) -> bytes:
@@ -38,6 +45,8 @@ class Service:
         self.answer = WELL
         self.answers: list[bytes] = []
         self.asked_count = 0
+        self.hangs_up = False
+        """Whether the connection ends where an answer is due."""
         self._bound = socket.create_server(("127.0.0.1", 0))
         self.settings = UpstreamSettings(f"http://127.0.0.1:{self._bound.getsockname()[1]}", "key", "secret")
         threading.Thread(target=self._serve, daemon=True).start()
@@ -57,6 +66,8 @@ class Service:
         with connected, suppress(OSError):
             while b"\r\n\r\n" in connected.recv(65536):
                 self.asked_count += 1
+                if self.hangs_up:
+                    return
                 connected.sendall(self.answers.pop(0) if self.answers else self.answer)
 
 
@@ -152,10 +163,10 @@ async def test_long_answers_are_read_beside_the_event_loop_one_at_a_time(
     monkeypatch.setattr(objects, "list_page", seen)
     listing = UpstreamObjects(upstream, 1 << 30)
     request = ListRequest("bucket")
-    service.answer = document(b"<a>" + ENTRY % 0 + b"</a>")
+    service.answer = document(LIST % (ENTRY % 0))
     assert len((await listing.list_objects("key", request)).objects) == 1
     assert threads.pop() is threading.current_thread()
-    service.answer = document(b"<a>" + b"".join(ENTRY % each for each in range(100)) + b"</a>")
+    service.answer = document(LIST % b"".join(ENTRY % each for each in range(100)))
     pages = await asyncio.gather(*(listing.list_objects("key", request) for _ in range(4)))
     assert [len(page.objects) for page in pages] == [100] * 4
     assert threading.current_thread() not in threads
@@ -184,17 +195,20 @@ async def test_long_requests_are_written_beside_the_event_loop(
     ids=["too many elements", "more keys than a page has", "an entry without a key"],
 )
 async def test_a_list_that_no_service_sends_is_refused(service: Service, upstream: Upstream, entries: bytes) -> None:
-    service.answer = document(b"<ListBucketResult>" + entries + b"</ListBucketResult>")
+    service.answer = document(LIST % entries)
     with pytest.raises(ServerError) as refused:
         await UpstreamObjects(upstream, 1).list_objects("key", ListRequest("bucket"))
     assert refused.value.code is ErrorCode.INTERNAL_ERROR
 
 
 PARTS = (
-    b"<a><ObjectParts><IsTruncated>true</IsTruncated><NextPartNumberMarker>1</NextPartNumberMarker>%b</ObjectParts></a>"
+    b"<GetObjectAttributesResponse><ObjectParts><IsTruncated>true</IsTruncated>"
+    b"<NextPartNumberMarker>1</NextPartNumberMarker>%b</ObjectParts></GetObjectAttributesResponse>"
 )
 PART = b"<Part><PartNumber>1</PartNumber><Size>1</Size></Part>"
-BUCKETS = b"<a><Buckets>%b</Buckets><ContinuationToken>more</ContinuationToken></a>"
+BUCKETS_PAGE = b"<ListAllMyBucketsResult><Buckets>%b</Buckets>%b</ListAllMyBucketsResult>"
+MORE = b"<ContinuationToken>more</ContinuationToken>"
+BUCKETS = BUCKETS_PAGE.replace(b"%b</List", MORE + b"</List")
 BUCKET = b"<Bucket><Name>b</Name></Bucket>"
 
 
@@ -235,8 +249,85 @@ async def test_a_bucket_among_too_many_has_no_date(
 
 
 async def test_buckets_of_many_pages_are_in_order(service: Service, upstream: Upstream) -> None:
-    for names, token in ((b"db", b"<ContinuationToken>more</ContinuationToken>"), (b"ca", b"")):
+    for names, token in ((b"db", MORE), (b"ca", b"")):
         named = b"".join(b"<Bucket><Name>%c</Name></Bucket>" % name for name in names)
-        service.answers.append(document(b"<a><Buckets>" + named + b"</Buckets>" + token + b"</a>"))
+        service.answers.append(document(BUCKETS_PAGE % (named, token)))
     found = await UpstreamObjects(upstream, 1).list_buckets("key")
     assert [bucket.name for bucket in found] == ["a", "b", "c", "d"]
+
+
+class SlowBody(BytesBody):
+    """A body that stops in its middle."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in super().__aiter__():
+            yield piece
+            yield piece
+            await asyncio.Event().wait()
+
+
+async def test_a_body_that_is_cut_off_tells_nothing_of_the_service(service: Service, upstream: Upstream) -> None:
+    """One tenant's slow PUTs, or PUTs to a bucket that is not there, would have all others told to slow down."""
+    service.hangs_up = True
+    with pytest.raises(ServerError) as refused:
+        await upstream.put("bucket", "k", {}, "", SentBody(SlowBody(bytes(1000)), 1000, None))
+    assert refused.value.code is ErrorCode.SLOW_DOWN
+    assert upstream.failures_in_a_row == 0
+    with pytest.raises(ServerError):
+        await delete(upstream)
+    assert upstream.failures_in_a_row == 1
+
+
+async def test_long_documents_are_written_in_turns_of_callers(
+    service: Service, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key's completions of ten thousand parts, which take a second each, stood in front of all others."""
+    written, leave = list[str](), asyncio.Semaphore(0)
+
+    async def slowly(work: Callable[[], Any], *, is_long: bool) -> Any:
+        written.append(CALLER.get())
+        await leave.acquire()
+        return work()
+
+    monkeypatch.setattr(connection, "computed", slowly)
+    service.answer = document(b"<DeleteResult/>")
+
+    async def delete_many(key: str) -> None:
+        CALLER.set(key)
+        assert not await UpstreamObjects(upstream, 1).delete_objects(key, "bucket", [f"{k}" for k in range(50)])
+
+    deletions = [asyncio.ensure_future(delete_many(key)) for key in ("many", "many", "many", "other")]
+    await until(lambda: bool(written))
+    for _ in deletions:
+        leave.release()
+    await asyncio.gather(*deletions)
+    assert written == ["many", "many", "other", "many"]
+
+
+@pytest.mark.parametrize(("encoding", "key"), [(b"<EncodingType>url</EncodingType>", "a b%"), (b"", "a+b%25")])
+async def test_names_are_decoded_where_the_page_says_that_they_are_encoded(
+    service: Service, upstream: Upstream, encoding: bytes, key: str
+) -> None:
+    """A service that takes no encoding-type writes a plus as it is."""
+    service.answer = document(LIST % (encoding + ENTRY.replace(b"k%d", b"a+b%25")))
+    page = await UpstreamObjects(upstream, 1).list_objects("key", ListRequest("bucket"))
+    assert [info.key for info in page.objects] == [key]
+    uploads = b"<ListMultipartUploadsResult>%b<Upload><Key>a+b%%25</Key><UploadId>1</UploadId></Upload>%b"
+    service.answer = document(uploads % (encoding, b"</ListMultipartUploadsResult>"))
+    listing = UpstreamUploads(upstream, UpstreamObjects(upstream, 1), 1)
+    found = await listing.list_uploads("key", UploadListRequest("bucket"))
+    assert [upload.key for upload in found.uploads] == [key]
+
+
+@pytest.mark.parametrize(("count", "value_bytes"), [(51, 1), (10, 2000)])
+async def test_an_object_with_more_tags_than_any_service_keeps_is_refused(
+    service: Service, upstream: Upstream, count: int, value_bytes: int
+) -> None:
+    """Each copy in the cache has them in its row."""
+    tag = b"<Tag><Key>%d</Key><Value>%b</Value></Tag>"
+    tags = b"".join(tag % (index, b"v" * value_bytes) for index in range(count))
+    head = b'HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: "e"\r\nx-amz-tagging-count: 1\r\n\r\n'
+    service.answers = [head, document(b"<Tagging><TagSet>" + tags + b"</TagSet></Tagging>")]
+    with pytest.raises(ServerError) as refused:
+        await UpstreamObjects(upstream, 1).head_object("key", ReadRequest("bucket", "k"))
+    assert refused.value.code is ErrorCode.INTERNAL_ERROR

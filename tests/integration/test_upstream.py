@@ -158,7 +158,8 @@ def test_layers_are_delivered_while_later_ones_have_not_come(
 
 
 GROUPS = [(way, group) for way in ("groups", "straight into files") for group in ("first", "later")]
-FAULTS = [fault for fault in Fault if fault not in (Fault.HANGING, Fault.DRIPPING, Fault.KEPT_KEYS)]
+HARMLESS = (Fault.HANGING, Fault.DRIPPING, Fault.KEPT_KEYS, Fault.ENCRYPTED)
+FAULTS = [fault for fault in Fault if fault not in HARMLESS]
 WAITED_FOR = {Fault.STALLED: pytest.mark.slow}
 WHOLE_FAULTS = [fault for fault in FAULTS if fault is not Fault.OTHER_ETAG]
 """One answer cannot contradict itself: that its ETag is wrong cannot be told, and the bytes are right."""
@@ -203,6 +204,23 @@ def test_no_wrong_byte_is_told_whatever_upstream_does(
         assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0)
         upstream.release()
         buffer[:] = 0
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert np.array_equal(buffer, chunks.ravel())
+
+
+@pytest.mark.parametrize("cold", ["whole"], indirect=True)
+def test_etags_of_encrypted_objects_prove_nothing_and_break_nothing(
+    upstream: FaultyUpstream, home: LocalStack, cold: LocalStack
+) -> None:
+    """A bucket may have a default key of a key service: its ETags look like MD5s, and are none."""
+    keys, chunks = make_chunks(2, LAYOUT, seed=11)
+    with home.client("chunks", "http") as client:
+        client.put_chunks(keys[:1], list(chunks[:1]))
+    upstream.choose = lambda request: Fault.ENCRYPTED if request.method in ("GET", "PUT") else None
+    with cold.client("chunks", "http") as client:
+        client.put_chunks(keys[1:], list(chunks[1:]))
+        assert request(cold.url, "PUT", "/chunks/encrypted", body=b"plain").status == 200
+        buffer = np.zeros(chunks.nbytes, np.uint8)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
         assert np.array_equal(buffer, chunks.ravel())
 

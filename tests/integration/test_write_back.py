@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from botocore.exceptions import ClientError
 
+from descriptors.conditions import WriteCondition
 from descriptors.descriptor import Delivery
-from descriptors.errors import ObjectCacheError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
-from descriptors.objects import PutRequest
+from descriptors.objects import Attributes, PutRequest
 from descriptors.units import KIB, MIB
 from storage_server.home import upstream as home_module
 from storage_server.home import write_back
@@ -28,7 +32,7 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, request, s3_client
 from tests.support.servers import LocalStack
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 LAYOUT = ChunkLayout(4, 16, 50_000)
 
@@ -299,6 +303,127 @@ def test_a_damaged_dirty_chunk_is_never_uploaded_and_lookups_stop_before_it(
             client.put_chunks(names[1:], list(chunks[1:]))
             assert eventually(lambda: is_clean(running))
             assert client.lookup(names) == 2
+
+
+def test_a_damaged_dirty_chunk_is_not_answered_with_an_older_version(
+    home: LocalStack, front: Front, bucket: str
+) -> None:
+    """The newer version was acknowledged."""
+    [name], [old, new] = make_chunks(1, LAYOUT)[0], make_chunks(2, LAYOUT)[1]
+    with front.started() as running, running.client(bucket, "http") as client:
+        s3 = s3_client(running.url, OWNER)
+        client.put_chunks([name], [old])
+        assert eventually(lambda: is_clean(running))
+        running.storage.upstream.write_back.pause()
+        client.put_chunks([name], [new])
+        running.damage(bucket, name, 100_000)
+        with suppress(http.client.IncompleteRead):  # the first read finds the damage
+            assert request(running.url, "GET", f"/{bucket}/{name}").status == 500
+        assert request(running.url, "GET", f"/{bucket}/{name}").status == 500
+        with pytest.raises(ClientError, match="500"):
+            s3.head_object(Bucket=bucket, Key=name)
+        assert client.lookup([name]) == 0
+        buffer = client.allocate_buffer(new.nbytes)
+        with pytest.raises(ObjectCacheError):
+            client.fetch([name], LAYOUT, buffer).wait(30)
+        client.put_chunks([name], [new])
+        assert request(running.url, "GET", f"/{bucket}/{name}").body == new.tobytes()
+
+
+FLAG = {"x-amz-objectcache-chunk": "true"}
+
+
+class SlowBody(BytesBody):
+    """A body that stops in its middle until `rest` is set."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data, 2)
+        self.has_begun, self.rest = asyncio.Event(), asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in super().__aiter__():
+            yield piece
+            self.has_begun.set()
+            await self.rest.wait()
+
+
+def flagged(bucket: str, nbytes: int) -> PutRequest:
+    return PutRequest(bucket, "name", nbytes, Attributes(FLAG))
+
+
+def test_a_put_that_nothing_must_precede_sees_a_chunk_that_came_while_its_body_did(
+    home: LocalStack, front: Front, bucket: str
+) -> None:
+    """The chunk was acknowledged, and would be lost."""
+    only = WriteCondition(if_absent=True)
+    with front.started() as running:
+        objects = running.storage.objects
+        running.storage.upstream.write_back.pause()
+
+        async def both() -> None:
+            body = SlowBody(b"plain " * 1000)
+            putting = asyncio.ensure_future(
+                objects.put_object(OWNER[0], PutRequest(bucket, "name", 6000, condition=only), body)
+            )
+            await body.has_begun.wait()
+            await objects.put_object(OWNER[0], flagged(bucket, 5), BytesBody(b"chunk"))
+            body.rest.set()
+            with pytest.raises(CallerError) as refused:
+                await putting
+            assert refused.value.code is ErrorCode.PRECONDITION_FAILED
+
+        running.call(both())
+        assert s3_client(running.url, OWNER).get_object(Bucket=bucket, Key="name")["Body"].read() == b"chunk"
+        assert s3_client(home.url, OWNER).get_object(Bucket=bucket, Key="name")["Body"].read() == b"chunk"
+
+
+def test_a_plain_put_waits_for_the_upload_of_a_chunk_of_its_key(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """An upload that comes behind it would be shown for ever."""
+    with front.started() as running:
+        objects = running.storage.objects
+        has_begun = threading.Event()
+
+        def choose(at: web.Request) -> Fault | None:
+            if "x-amz-meta-objectcache-chunk" not in at.headers:
+                return None
+            has_begun.set()
+            return Fault.HANGING
+
+        upstream.choose = choose
+
+        async def both() -> None:
+            body = SlowBody(b"plain " * 1000)
+            putting = asyncio.ensure_future(objects.put_object(OWNER[0], PutRequest(bucket, "name", 6000), body))
+            await body.has_begun.wait()
+            await objects.put_object(OWNER[0], flagged(bucket, 5), BytesBody(b"chunk"))
+            await until(has_begun.is_set)
+            body.rest.set()
+            assert (await asyncio.wait([putting], timeout=0.2))[1], "it was answered before the chunk was there"
+            upstream.release()
+            await putting
+
+        running.call(both())
+        assert eventually(lambda: is_clean(running))
+        assert s3_client(home.url, OWNER).get_object(Bucket=bucket, Key="name")["Body"].read()[:6] == b"plain "
+
+
+def test_a_sender_that_leaves_a_slow_put_leaves_its_key_free(home: LocalStack, front: Front, bucket: str) -> None:
+    with front.started() as running:
+        objects = running.storage.objects
+
+        async def both() -> None:
+            body = SlowBody(b"plain " * 1000)
+            putting = asyncio.ensure_future(objects.put_object(OWNER[0], PutRequest(bucket, "name", 6000), body))
+            await body.has_begun.wait()
+            await objects.put_object(OWNER[0], PutRequest(bucket, "name", 5), BytesBody(b"other"))
+            putting.cancel()
+            await asyncio.wait([putting])
+            await objects.delete_object(OWNER[0], bucket, "name")
+
+        running.call(both())
+        assert keys(s3_client(home.url, OWNER), bucket) == []
 
 
 @pytest.mark.slow

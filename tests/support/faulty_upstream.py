@@ -31,6 +31,7 @@ class Fault(Enum):
     CORRUPT = "one bit of the body is another"
     OTHER_RANGE = "the body of another range"
     OTHER_ETAG = "another ETag"
+    ENCRYPTED = "an ETag that is no digest of the bytes, because they are encrypted with a key of a key service"
     KEPT_KEYS = "nothing is deleted, and of the keys that begin with `kept` the answer says so"
     HANGING = "no answer before `release`"
     DRIPPING = "the second half of the body comes byte by byte before `release`"
@@ -139,7 +140,9 @@ class FaultyUpstream:
         if fault is Fault.SHORT:
             del data[len(data) // 2 :]
             headers["Content-Length"] = str(len(data))
-        if fault is Fault.OTHER_ETAG:
+        if fault is Fault.ENCRYPTED:
+            headers["x-amz-server-side-encryption"] = "aws:kms"
+        if fault in (Fault.OTHER_ETAG, Fault.ENCRYPTED):
             headers["ETag"] = f'"{"0" * 32}"'
         if fault is Fault.ODD_ETAG:
             headers["ETag"] = '"é"'

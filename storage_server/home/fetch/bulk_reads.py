@@ -247,8 +247,9 @@ class BulkRead:
             raise http.client.LineTooLong(f"a head of over {HEAD_BYTES_MAX} bytes, which")
         view = self._into.view
         if response.status >= 300:
-            self._tell(Head(response.status, headers, response.read(ERROR_BYTES_MAX)))
-            return response.isclosed() and not response.will_close
+            is_whole, document = _error_document(response)
+            self._tell(Head(response.status, headers, document))
+            return is_whole and response.isclosed() and not response.will_close
         self._tell(Head(response.status, headers))
         if response.length != len(view):
             raise ConnectionAbortedError(f"{response.length} bytes come of {len(view)}")
@@ -277,9 +278,18 @@ _OF_ONE_OBJECT = (http.client.HTTPException, http.client.LineTooLong)
 """Raised by http.client for more than 100 headers, or for a long one: it is about one object, not about the service."""
 
 
+def _error_document(response: http.client.HTTPResponse) -> tuple[bool, bytes]:
+    """Whether the document of an error could be read, and the document; the status says the rest."""
+    try:
+        return True, response.read(ERROR_BYTES_MAX)
+    except http.client.HTTPException:
+        return False, b""
+
+
 class _ShortHead(http.client.HTTPResponse):
     """An answer whose head has few lines. Raises http.client.BadStatusLine for more, which is about the service and not
-    about one object.
+    about one object. A body in chunks, which only an error may have, has as few lines for sizes and trailers: each is a
+    step of Python that takes the interpreter's lock.
     """
 
     def begin(self) -> None:
@@ -289,7 +299,7 @@ class _ShortHead(http.client.HTTPResponse):
             super().begin()
         finally:
             if self.fp is not None:
-                self.fp = file
+                self.fp = _Lines(file) if self.chunked else file  # type: ignore[assignment]
 
 
 class _Lines:
@@ -297,6 +307,9 @@ class _Lines:
         self._file = file
         self._left = HEAD_LINES_MAX
         self.close = file.close
+        self.flush = file.flush
+        self.read = file.read
+        self.readinto = file.readinto
 
     def readline(self, limit: int = -1) -> bytes:
         self._left -= 1

@@ -37,7 +37,7 @@ from storage_server.home.rules.proof import Proof, proved_bytes, proves
 from storage_server.home.rules.remote_entry import RemoteEntry
 from storage_server.home.s3.copied_tags import CopiedTags
 from storage_server.home.s3.turns import Turns
-from storage_server.home.service import HomeObjects
+from storage_server.home.service import HomeHead, HomeObjects
 from storage_server.kernel.data.disk import disk_error
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import ExtentWriter
@@ -211,6 +211,7 @@ class Fetch:
         self._proved_bytes = 0
         self._is_wrong = False
         self._proof: Proof | None = None
+        self._has_digest = True
         self.info: ObjectInfo | None = None
         """Upstream's description of it, when it has begun."""
         self.fetched_bytes = 0
@@ -326,6 +327,7 @@ class Fetch:
                     self.begun.set_result(_of_another_size(head.info.nbytes))
                     return None
                 self._proof = proof
+                self._has_digest = not isinstance(head, HomeHead) or head.has_digest
                 if not await self._begin(head.info, receiver):
                     return None
                 stack.enter_context(self._ways.cache.bound.arriving())
@@ -381,7 +383,7 @@ class Fetch:
             prove = partial(proved_bytes, self._proof, words, info.nbytes)
             if await computed(prove, is_long=info.nbytes > PROVED_HERE_BYTES_MAX) != info.nbytes:
                 raise wrong("the bytes are not those that were put")
-        elif is_md5(info.etag) and info.etag != await receiver.etag():
+        elif self._has_digest and is_md5(info.etag) and info.etag != await receiver.etag():
             raise wrong("the bytes are not those of the ETag")
         self._arrival.advance(info.nbytes, words)
         self.fetched_bytes = info.nbytes

@@ -22,6 +22,7 @@ from botocore.utils import parse_timestamp
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import TIME_S_MAX
 from descriptors.xml_body import element_of
+from storage_server.home.rules.refusals import refusal
 
 HERE_BYTES_MAX = 2 << 10
 """A document up to this size, a dozen entries, is read and written in a millisecond."""
@@ -37,6 +38,26 @@ ENTRIES_MAX = 1_000
 TIME_CHARACTERS_MAX = 64
 _FIRST, _LAST = datetime.fromtimestamp(0, UTC), datetime.fromtimestamp(TIME_S_MAX, UTC)
 """Services write the year 1 for an unknown time, and the last year with any offset: no answer of ours could have it."""
+_ROOTS: Mapping[str, str] = {
+    "CompleteMultipartUpload": "CompleteMultipartUploadResult",
+    "CopyObject": "CopyObjectResult",
+    "CreateMultipartUpload": "InitiateMultipartUploadResult",
+    "DeleteObjects": "DeleteResult",
+    "GetBucketLifecycleConfiguration": "LifecycleConfiguration",
+    "GetObjectAttributes": "GetObjectAttributesResponse",
+    "GetObjectTagging": "Tagging",
+    "ListBuckets": "ListAllMyBucketsResult",
+    "ListMultipartUploads": "ListMultipartUploadsResult",
+    "ListObjectsV2": "ListBucketResult",
+    "ListParts": "ListPartsResult",
+    "UploadPartCopy": "CopyPartResult",
+}
+"""The root of the document with which each operation is answered. Other operations that we use are answered by a status
+and headers.
+"""
+_ROOT_ENDINGS = ("Output", "Response", "Result")
+"""Services that are generated from a model name a root by the operation and one of these."""
+_ERROR, _GOOD = "Error", 200
 _T = TypeVar("_T")
 _UNWRITABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
@@ -92,9 +113,14 @@ def _written(body: bytes) -> bytes:
 def result_of(
     operation: str, status: int, headers: Mapping[str, str], body: bytes, read: Callable[[dict[str, Any]], _T]
 ) -> _T:
-    """The result of `read` for the answer to an operation, by the names of its model. Raises
-    ServerError(InternalError) for what is no such document, or is too large, and where `read` fails for it.
+    """The result of `read` for the answer to an operation, by the names of its model. S3 may answer 200 before a copy
+    or a completion has succeeded, and send its refusal as the document. Raises that refusal, and
+    ServerError(InternalError) for any other document than that of the operation, also for an empty one, for one that
+    is too large, and where `read` fails for it.
     """
+    if operation not in _ROOTS:
+        _refuse_error(body)
+        body = b""
     answer = {
         "status_code": status,
         "headers": _Headers(headers),
@@ -103,7 +129,7 @@ def result_of(
     }
     shape = _model().operation_model(operation).output_shape
     try:
-        return read(_parser().parse(answer, shape))
+        return read(_parser(operation).parse(answer, shape))
     except ObjectCacheError:
         raise
     except Exception as error:  # botocore's parser raises errors of many kinds, also RuntimeError
@@ -155,14 +181,39 @@ def _serializer() -> Any:
     return create_serializer("rest-xml", include_validation=False)
 
 
-class _Parser(RestXMLParser):  # type: ignore[misc]
-    """Botocore's parser, which takes the elements that it reads from our bounded trees."""
+def _refuse_error(body: bytes) -> None:
+    """Raises the refusal in an answer of a good status whose body should be empty."""
+    if not body.strip():
+        return
+    try:
+        root = element_of(body, ELEMENTS_MAX)
+    except ValueError:
+        return
+    if root.tag == _ERROR:
+        raise refusal(_GOOD, body)
 
-    def _parse_xml_string_to_dom(self, xml_string: bytes) -> Element:
+
+class _Parser(RestXMLParser):  # type: ignore[misc]
+    """Botocore's parser for the answers to one operation. It takes the elements that it reads from our bounded trees,
+    and looks at the root, which botocore's does not.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(timestamp_parser=_time)
+        self._roots = {_ROOTS.get(operation, ""), *(operation + ending for ending in _ROOT_ENDINGS)}
+
+    def _initial_body_parse(self, xml_string: bytes) -> Element:
+        if not xml_string and "" in self._roots:
+            return Element("")
         try:
-            return element_of(xml_string, ELEMENTS_MAX)
+            root = element_of(xml_string, ELEMENTS_MAX)
         except ValueError as error:
             raise ResponseParserError(str(error)) from error
+        if root.tag == _ERROR:
+            raise refusal(_GOOD, xml_string)
+        if root.tag not in self._roots:
+            raise ResponseParserError(f"the document is a {root.tag}")
+        return root
 
 
 def _time(value: Any) -> datetime:
@@ -185,5 +236,5 @@ def _parsed_time(text: str) -> datetime:
 
 
 @cache
-def _parser() -> Any:
-    return _Parser(timestamp_parser=_time)
+def _parser(operation: str) -> Any:
+    return _Parser(operation)

@@ -25,6 +25,7 @@ from descriptors.objects import (
     is_header_text,
 )
 from storage_server.home.rules.proof import HEADER as PROOF_HEADER
+from storage_server.home.rules.proof import Proof, proof_within
 
 CONTENT_HEADERS = (
     "content-type",
@@ -38,6 +39,8 @@ METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
+METADATA_BYTES_MAX = 2 << 10
+"""S3 takes no more metadata of an object. Some services count the names with their prefix."""
 KEPT_BYTES_MAX = 1 << 14
 """All that a cached object keeps of its head: each row has it. S3 allows 2 KiB of metadata."""
 ETAG_CHARACTERS_MAX = 256
@@ -108,6 +111,15 @@ def is_md5(etag: str) -> bool:
     return _MD5.fullmatch(etag) is not None
 
 
+def has_digest(headers: Mapping[str, str]) -> bool:
+    """Whether an ETag that looks like an MD5 is that of the bytes. Of objects that are encrypted with keys of a key
+    service, or of the customer, it is not (S3 User Guide, "Checking object integrity").
+    """
+    return not headers.get("x-amz-server-side-encryption", "").startswith("aws:kms") and (
+        "x-amz-server-side-encryption-customer-algorithm" not in headers
+    )
+
+
 def part_count(etag: str) -> int | None:
     """How many parts the object was stored in; None where it was stored whole."""
     count = etag.rpartition("-")[2]
@@ -156,6 +168,19 @@ def attribute_headers(attributes: Attributes, *, with_tags: bool = True) -> dict
     if attributes.storage_class != STANDARD:
         headers["x-amz-storage-class"] = attributes.storage_class
     return headers
+
+
+def metadata_bytes(headers: Mapping[str, str]) -> int:
+    """How much of METADATA_BYTES_MAX these headers of a new object take."""
+    named = (f"{name}{value}" for name, value in headers.items() if name.startswith(METADATA_PREFIX))
+    return sum(len(each.encode("utf-8", "surrogateescape")) for each in named)
+
+
+def proof_header(proof: Proof | None, headers: Mapping[str, str]) -> dict[str, str]:
+    """The header with a proof, as fine as these other headers leave room for."""
+    room_bytes = METADATA_BYTES_MAX - metadata_bytes(headers) - len(PROOF_HEADER)
+    fitting = None if proof is None else proof_within(proof, room_bytes)
+    return {} if fitting is None else {PROOF_HEADER: fitting.header()}
 
 
 def read_headers(request: ReadRequest) -> dict[str, str]:

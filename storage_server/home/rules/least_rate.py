@@ -1,7 +1,7 @@
 """When a body comes too slowly. Pure: times are arguments.
 
 A service that sends a byte before each time limit of a read ends would otherwise hold a connection, and all that wait
-for the chunk, for ever.
+for the chunk, for ever; so would a caller whose body is passed on.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ proved when it comes, long before the whole object is there. Pure.
 
     x-amz-meta-objectcache-proof: 16384:kLbR…    the CRC-32C of each 16 KiB, little-endian words in base64
 
-S3 allows 2 KiB of metadata, so the blocks of larger objects are joined until PROOF_WORDS_MAX checksums are enough.
+S3 allows 2 KiB of metadata, so the blocks of larger objects are joined until PROOF_WORDS_MAX checksums are enough, and
+further where the caller's own metadata leaves less room.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ def make_proof(nbytes: int, packed: bytes) -> Proof:
         words = _joined(words, unit_bytes, nbytes)
         unit_bytes *= 2
     return Proof(nbytes, unit_bytes, tuple(words))
+
+
+def proof_within(proof: Proof, header_bytes_max: int) -> Proof | None:
+    """The finest proof of the same bytes whose header has no more bytes; None where there is no room for any."""
+    while len(proof.header()) > header_bytes_max:
+        if len(proof.words) == 1:
+            return None
+        joined = _joined(list(proof.words), proof.unit_bytes, proof.nbytes)
+        proof = Proof(proof.nbytes, 2 * proof.unit_bytes, tuple(joined))
+    return proof
 
 
 def parse_proof(value: str | None, nbytes: int) -> Proof | None:

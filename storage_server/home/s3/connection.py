@@ -24,19 +24,20 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.threads import computed
 from objectcache.adapters.trust import client_context
-from storage_server.home.fetch.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
+from storage_server.home.fetch.bulk_reads import BulkRead, BulkReads, Head, Into
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
-from storage_server.home.rules.headers import etag_of, is_md5, require_plain
+from storage_server.home.rules.headers import etag_of, has_digest, is_md5, require_plain
 from storage_server.home.rules.refusals import is_about, refusal, unreachable
+from storage_server.home.s3.answers import BROKEN_OFF, document_of, error_document_of, head_in_time
+from storage_server.home.s3.places import Places
 from storage_server.home.s3.sent_body import SentBody, checked_if_small
 from storage_server.settings import UpstreamSettings
 
-DOCUMENT_BYTES_MAX = 8 << 20
-"""A page of 1,000 keys of 1 KiB, percent-encoded, has half as many."""
 PAYLOAD_HASH = "payload_hash"
 FAILURES_MAX = 5
 HEAD_LINES_MAX, HEAD_LINE_BYTES_MAX = 512, 32 << 10
@@ -79,7 +80,8 @@ class Upstream:
         self._breaker = Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
-        self._one_document = asyncio.Lock()
+        self._documents = CallerTurns(1)
+        self._places = Places(settings.connections_max, settings.uploads_max, settings.read_timeout_s)
         self.failed_count = 0
         """How many requests the service did not answer, or was too busy for."""
 
@@ -97,7 +99,8 @@ class Upstream:
         )
         is_tls = settings.endpoint.startswith("https:")
         trusted = await asyncio.to_thread(client_context) if is_tls else True
-        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max, ssl=trusted))
+        # `Places` are fewer: a request that tries whether the service is well needs none
+        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max + 1, ssl=trusted))
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -132,19 +135,19 @@ class Upstream:
             lambda: self._written(operation, headers or {}, parameters), is_long=has_many_entries(parameters)
         )
         async with self._answer(sent.method, sent.target, sent.headers, sent.body) as answer:
-            body = await _whole(answer.content)
+            body = await document_of(answer.content)
             return await self._beside(
                 lambda: result_of(operation, answer.status, answer.headers, body, read),
                 is_long=len(body) > HERE_BYTES_MAX,
             )
 
     async def _beside(self, work: Callable[[], _T], *, is_long: bool) -> _T:
-        """The result of `work`; beside the event loop where it is long, and then one at a time. Threads that compute
-        take turns with the loop, so that many would leave it little.
+        """The result of `work`; beside the event loop where it is long, and then one at a time, in turns of callers.
+        Threads that compute take turns with the loop, so that many would leave it little.
         """
         if not is_long:
             return work()
-        async with self._one_document:
+        async with self._documents.turn():
             return await computed(work, is_long=True)
 
     def _written(self, operation: str, headers: Mapping[str, str], parameters: Mapping[str, Any]) -> _Signed:
@@ -165,7 +168,8 @@ class Upstream:
     ) -> Any:
         """A request about one object, as a context that gives the Answer; the body of the answer is read in it."""
         target, sent = _target(bucket, key, query), b"" if body is None else body
-        return self._answer(method, target, self._signed(method, target, headers, sent), sent)
+        signed = self._signed(method, target, headers, sent)
+        return self._answer(method, target, signed, sent, has_body=method != "HEAD")
 
     @asynccontextmanager
     async def open_into(
@@ -204,7 +208,7 @@ class Upstream:
         self, bucket: str, key: str, headers: Mapping[str, str], query: str, sent: SentBody
     ) -> Mapping[str, str]:
         """Store a body; the headers of the answer. Raises the body's own error where that ended it, and
-        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent.
+        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent, and should be it.
         """
         known = {**headers, **sent.headers}
         if "content-encoding" in headers:  # the object's own stays with it
@@ -214,7 +218,7 @@ class Upstream:
             del known["content-encoding"]
         try:
             async with self.open("PUT", bucket, key, known, query, sent) as answer:
-                await _whole(answer.content)
+                await document_of(answer.content)
                 headers_back: Mapping[str, str] = answer.headers
         except ObjectCacheError as error:
             if sent.failure is not None:
@@ -225,24 +229,29 @@ class Upstream:
                 raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
             raise
         etag = etag_of(headers_back.get("etag"))
-        if is_md5(etag) and etag != sent.hashes.etag:
+        if is_md5(etag) and has_digest(headers_back) and etag != sent.hashes.etag:
             problem = "the upstream store keeps other bytes than were sent"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
         return headers_back
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
+        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody, *, has_body: bool = False
     ) -> AsyncIterator[Answer]:
+        """`has_body` says that the bytes of an object go there, or come back."""
         sent = body if isinstance(body, SentBody) else None
-        async with await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response:
+        async with (
+            self._places.place(has_body=has_body),
+            await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response,
+        ):
             lower = {name.lower(): value for name, value in response.headers.items()}
             yield Answer(response.status, lower, response.content)
 
     async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
         """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may
         have been carried out. The breaker is told of every end of a try; so a request that is refused here is refused
-        before this.
+        before this. A body that was cut off tells it nothing: services refuse one before it has come and hang up, and
+        hang up on a sender who lets it wait, which any tenant can bring about.
         """
         for attempt in count(1):
             await self._require_not_failing(has_body=body is not None)
@@ -256,7 +265,10 @@ class Upstream:
                     self._breaker.succeeded()
                     raise
                 self.failed_count += 1
-                self._note_failure(error)
+                if body is not None and body.was_cut:
+                    self._breaker.gave_up()
+                else:
+                    self._note_failure(error)
                 if method not in _READS or attempt == ATTEMPTS_MAX:
                     raise
                 await asyncio.sleep(pause_before_next_s(attempt))
@@ -304,25 +316,29 @@ class Upstream:
         self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
     ) -> aiohttp.ClientResponse:
         assert self._session is not None, "start comes first"
-        data = aiter(body) if isinstance(body, SentBody) else body or None
+        sent = body if isinstance(body, SentBody) else None
+        settings = self.settings
         try:
-            response = await self._session.request(
-                method,
-                URL(self._base + target, encoded=True),
-                headers=signed,
-                data=data,
-                allow_redirects=False,
-                skip_auto_headers=_AUTOMATIC,
-            )
-            if response.status < 300:
-                return response
-            async with response:
-                document = await response.content.read(ERROR_BYTES_MAX)
+            async with head_in_time(settings.connect_timeout_s + 2 * settings.read_timeout_s, sent):
+                response = await self._session.request(
+                    method,
+                    URL(self._base + target, encoded=True),
+                    headers=signed,
+                    data=aiter(sent) if sent is not None else body or None,
+                    allow_redirects=False,
+                    skip_auto_headers=_AUTOMATIC,
+                )
         except aiohttp.ClientResponseError as error:  # of a head that is none, or too large
             problem = f"the upstream store's answer makes no sense: {error.message}"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True) from error
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (*BROKEN_OFF, _NoAnswerError) as error:
+            if sent is not None and sent.is_under_way:
+                sent.was_cut = True
             raise unreachable(str(error) or type(error).__name__) from error
+        if response.status < 300:
+            return response
+        async with response:
+            document = await error_document_of(response.content, settings.read_timeout_s)
         raise refusal(response.status, document, response.headers.get("Retry-After"))
 
     def _signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody) -> dict[str, str]:
@@ -338,6 +354,10 @@ class Upstream:
         return signed
 
 
+class _NoAnswerError(Exception):
+    """The connection ended without an answer. aiohttp does not know it, and sends nothing again."""
+
+
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
     """A change is sent once. aiohttp sends a PUT or DELETE again by itself where a connection that was kept alive ends
     without an answer; a condition that the first one has met and changed would then refuse the second.
@@ -347,7 +367,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         if request.method in _READS or isinstance(error, aiohttp.ClientConnectorError):
             raise
-        raise unreachable(str(error) or type(error).__name__) from error
+        raise _NoAnswerError(str(error) or type(error).__name__) from error
 
 
 def _target(bucket: str, key: str, query: str) -> str:
@@ -369,15 +389,3 @@ _AUTOMATIC = ("Content-Type", "User-Agent", "Accept", "Accept-Encoding")
 _NO_TRAILERS = (ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, ErrorCode.NOT_IMPLEMENTED)
 """Answers of services to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
 _READS = frozenset({"GET", "HEAD"})
-
-
-async def _whole(content: aiohttp.StreamReader) -> bytes:
-    body = bytearray()
-    try:
-        async for piece in content.iter_any():
-            body += piece
-            if len(body) > DOCUMENT_BYTES_MAX:
-                raise unreachable(f"a document of more than {DOCUMENT_BYTES_MAX} bytes")
-    except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise unreachable(str(error) or type(error).__name__) from error
-    return bytes(body)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests, Checksum, ChecksumAlgorithm
@@ -83,6 +83,11 @@ class SentBody:
         self.has_trailer = with_trailer and algorithm is not None and self._known is None
         self.hashes = BodyHashes(algorithm, sha256=body.has_sha256)
         self.failure: Exception | None = None
+        self.is_under_way = False
+        self.was_cut = False
+        """Whether the connection ended while it was under way."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when all of it has been handed over."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -106,6 +111,7 @@ class SentBody:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """The bytes that go over the wire."""
+        self.is_under_way = True
         try:
             if not self.has_trailer:
                 async for piece in self._checked():
@@ -116,6 +122,9 @@ class SentBody:
         except Exception as error:
             self.failure = error
             raise
+        self.is_under_way = False
+        if self.on_end is not None:
+            self.on_end()
 
     @property
     def _trailer_bytes(self) -> int:

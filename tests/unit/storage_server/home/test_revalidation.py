@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.objects import ListPage, ListRequest, ObjectInfo
+from descriptors.objects import ByteRange, ListPage, ListRequest, ObjectInfo, ReadHead, ReadRequest
 from storage_server.home import revalidation
 from storage_server.home.revalidation import Revalidation, just_before, stale_keys
 
@@ -36,12 +37,19 @@ class Service:
 
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
         self.list_count += 1
+        if request.bucket == "closed":
+            raise CallerError(ErrorCode.ACCESS_DENIED, "not for this account", field="bucket")
         if request.bucket == "gone":
             raise CallerError(ErrorCode.NO_SUCH_BUCKET, "no such bucket", field="bucket")
         keys = sorted(key for key in self.etags if key > request.after)
         shown = keys[: request.max_keys]
         objects = [ObjectInfo(key, 1, self.etags[key], 0.0) for key in shown]
         return ListPage(objects, [], shown[-1] if len(keys) > len(shown) else None)
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
+        if request.key not in self.etags:
+            raise CallerError(ErrorCode.NO_SUCH_KEY, "no such key", field="key")
+        return ReadHead(ObjectInfo(request.key, 1, self.etags[request.key], 0.0), ByteRange(0, 1))
 
 
 class Index:
@@ -63,12 +71,20 @@ def name_of(number: int) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest()[:6]
 
 
+def numbered(number: int) -> str:
+    """Before `k9`, and behind the text just before it, lie all of `k1` to `k89`."""
+    return f"k{number}"
+
+
+@pytest.mark.parametrize("name_of", [name_of, numbered])
 @given(
     upstream=st.dictionaries(st.integers(0, 60), st.sampled_from("xy")),
     cached=st.dictionaries(st.integers(0, 60), st.sampled_from("xy")),
     page=st.integers(1, 7),
 )
-async def test_a_pass_finds_exactly_what_is_stale(upstream: dict[int, str], cached: dict[int, str], page: int) -> None:
+async def test_a_pass_finds_exactly_what_is_stale(
+    name_of: Callable[[int], str], upstream: dict[int, str], cached: dict[int, str], page: int
+) -> None:
     """However the pages of both sides lie, and it ends."""
     there = {name_of(number): etag for number, etag in upstream.items()}
     here = {name_of(number): etag for number, etag in cached.items()}
@@ -98,6 +114,19 @@ async def test_a_bucket_that_is_gone_takes_its_chunks_along() -> None:
 
     await Revalidation(Service({}), index, forget).compare_all()  # type: ignore[arg-type]
     assert index.buckets == {"gone": {}}
+
+
+async def test_a_bucket_whose_list_is_refused_holds_no_other_one_up() -> None:
+    index = Index({"closed": {"a": "1"}, "gone": {"a": "1"}})
+
+    async def forget(bucket: str, versions: Any) -> int:
+        for key in versions:
+            del index.buckets[bucket][key]
+        return len(versions)
+
+    with pytest.raises(CallerError, match="not for this account"):
+        await Revalidation(Service({}), index, forget).compare_all()  # type: ignore[arg-type]
+    assert index.buckets == {"closed": {"a": "1"}, "gone": {}}
 
 
 class Circling(Service):

@@ -96,9 +96,9 @@ def test_an_answer_that_lacks_what_is_needed_is_the_services_error() -> None:
     def read(found: dict[str, Any]) -> str:
         return str(found["Contents"][0]["Key"])
 
-    assert result_of("ListObjectsV2", 200, {}, b"<a><Contents><Key>k</Key></Contents></a>", read) == "k"
+    assert read(listed(b"<Contents><Key>k</Key></Contents>")) == "k"
     with pytest.raises(ServerError):
-        result_of("ListObjectsV2", 200, {}, b"<a><Contents/></a>", read)
+        result_of("ListObjectsV2", 200, {}, b"<ListBucketResult><Contents/></ListBucketResult>", read)
 
 
 def test_a_list_has_a_bound() -> None:
@@ -117,6 +117,37 @@ def test_a_request_with_many_entries_is_long() -> None:
 @pytest.mark.parametrize("size", ["-1", str(1 << 60), "9" * 400])
 def test_a_list_with_a_size_that_no_object_has_is_no_list(size: str) -> None:
     """What is passed on as it came breaks clients that count."""
-    body = f"<a><Contents><Key>k</Key><Size>{size}</Size></Contents></a>".encode()
+    entry = f"<Contents><Key>k</Key><Size>{size}</Size></Contents>"
+    body = f"<ListBucketResult>{entry}</ListBucketResult>".encode()
     with pytest.raises(ServerError, match="no such document"):
         result_of("ListObjectsV2", 200, {}, body, lambda found: [size_of(each) for each in found["Contents"]])
+
+
+REFUSED = b"<Error><Code>%b</Code><Message>again</Message></Error>"
+ANSWERED_BY_DOCUMENTS = ("CompleteMultipartUpload", "CopyObject", "DeleteObjects", "ListObjectsV2", "ListBuckets")
+
+
+@pytest.mark.parametrize("operation", [*ANSWERED_BY_DOCUMENTS, "DeleteBucket", "PutObjectTagging"])
+def test_an_error_document_is_a_refusal_whatever_the_status(operation: str) -> None:
+    """S3 answers 200 before a long copy has ended."""
+    with pytest.raises(ServerError) as failed:
+        result_of(operation, 200, {}, REFUSED % b"InternalError", dict)
+    assert (failed.value.code, failed.value.retryable) == (ErrorCode.INTERNAL_ERROR, True)
+    with pytest.raises(CallerError) as refused:
+        result_of(operation, 200, {}, REFUSED % b"NoSuchUpload", dict)
+    assert refused.value.code is ErrorCode.NO_SUCH_UPLOAD
+
+
+@pytest.mark.parametrize("body", [b"", b"<html><body>Log in</body></html>", b"<ListPartsResult/>"])
+@pytest.mark.parametrize("operation", ANSWERED_BY_DOCUMENTS)
+def test_another_document_than_that_of_the_operation_is_no_answer(operation: str, body: bytes) -> None:
+    """An empty list would have the whole cache of a bucket removed."""
+    with pytest.raises(ServerError) as refused:
+        result_of(operation, 200, {}, body, dict)
+    assert refused.value.code is ErrorCode.INTERNAL_ERROR
+
+
+@pytest.mark.parametrize("root", ["ListBucketResult", "ListObjectsV2Output"])
+def test_the_root_of_an_operation_is_its_document(root: str) -> None:
+    body = f'<{root} xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Contents><Key>k</Key></Contents></{root}>'
+    assert result_of("ListObjectsV2", 200, {}, body.encode(), dict)["Contents"] == [{"Key": "k"}]

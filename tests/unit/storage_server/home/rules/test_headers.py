@@ -8,17 +8,22 @@ from descriptors.conditions import ReadCondition, WriteCondition
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import Attributes, ByteRange, ChecksumType, RangeSpec, ReadRequest
 from storage_server.home.rules.headers import (
+    METADATA_BYTES_MAX,
     attribute_headers,
+    has_digest,
     http_time,
     is_md5,
+    metadata_bytes,
     object_info,
     part_count,
+    proof_header,
     put_time,
     range_text,
     read_head,
     read_headers,
     write_headers,
 )
+from storage_server.home.rules.proof import make_proof
 
 WHOLE = {"content-length": "10", "etag": '"abc"', "last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
 
@@ -112,6 +117,20 @@ def test_etags_tell_parts_and_md5s() -> None:
 
 
 @pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, True),
+        ({"x-amz-server-side-encryption": "AES256"}, True),
+        ({"x-amz-server-side-encryption": "aws:kms"}, False),
+        ({"x-amz-server-side-encryption": "aws:kms:dsse"}, False),
+        ({"x-amz-server-side-encryption-customer-algorithm": "AES256"}, False),
+    ],
+)
+def test_etags_of_encrypted_objects_are_no_digests(headers: dict[str, str], wanted: bool) -> None:
+    assert has_digest(headers) is wanted
+
+
+@pytest.mark.parametrize(
     ("spec", "text"),
     [(RangeSpec(0, 9), "bytes=0-9"), (RangeSpec(5, None), "bytes=5-"), (RangeSpec(suffix=3), "bytes=-3")],
 )
@@ -167,3 +186,13 @@ def test_a_head_that_is_too_long_to_keep_is_refused() -> None:
     with pytest.raises(ServerError):
         object_info("key", 1, {**WHOLE, **heads}, {})
     assert object_info("key", 1, {**WHOLE, **dict(list(heads.items())[:2])}, {}).attributes.headers
+
+
+@pytest.mark.parametrize("value_bytes", [0, 1000, 1900, 2036])
+def test_a_proof_leaves_the_callers_metadata_its_room(value_bytes: int) -> None:
+    """A service would refuse a legal PUT, and a dirty chunk for ever."""
+    described = {"x-amz-meta-a": "v" * value_bytes, "content-type": "c" * 2000}
+    proof = make_proof(4 << 20, bytes(4 * 256))
+    found = proof_header(proof, described)
+    assert metadata_bytes({**described, **found}) <= METADATA_BYTES_MAX
+    assert bool(found) is (value_bytes < 2000)

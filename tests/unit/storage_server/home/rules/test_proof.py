@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_server.home.rules.proof import HEADER, PROOF_WORDS_MAX, make_proof, parse_proof, proved_bytes
+from storage_server.home.rules.proof import HEADER, PROOF_WORDS_MAX, make_proof, parse_proof, proof_within, proved_bytes
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 
 LONG = BLOCK_BYTES * PROOF_WORDS_MAX * 2 + 5 * BLOCK_BYTES + 77
@@ -28,6 +28,19 @@ def test_a_proof_fits_the_metadata_and_is_read_back(nbytes: int) -> None:
     assert len(proof.words) <= PROOF_WORDS_MAX
     assert len(HEADER.removeprefix("x-amz-meta-")) + len(proof.header()) < 2048
     assert parse_proof(proof.header(), nbytes) == proof
+
+
+@given(st.integers(0, 1500), st.sampled_from([1, BLOCK_BYTES, 100_000, LONG]))
+def test_a_proof_takes_no_more_room_than_it_is_given(room_bytes: int, nbytes: int) -> None:
+    """It proves less finely then, and the whole all the same."""
+    data = data_of(nbytes)[:nbytes]
+    proof = proof_within(make_proof(nbytes, packed(data)), room_bytes)
+    if proof is None:
+        assert room_bytes < 32
+        return
+    assert len(proof.header()) <= room_bytes
+    assert parse_proof(proof.header(), nbytes) == proof
+    assert proved_bytes(proof, packed(data), nbytes) == nbytes
 
 
 @given(st.data())
