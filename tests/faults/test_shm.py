@@ -462,6 +462,32 @@ def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
     assert len(local.storage.agents.table) == 0
 
 
+def test_a_renewal_that_fails_leaves_nothing_mapped(local: LocalStack, caller: Caller) -> None:
+    """What it had mapped would count nowhere: one key could take every mapping that a process may have."""
+    first = {"region_id": "kv", "address": 0, "length": SIZE}
+    caller.offer([memfd()])
+    agent_id = register(local, caller.ticket, [first])
+    assert maps().count("memfd:test") == 1
+    for round_index in range(2):
+        good = [f"good{round_index}-{number}" for number in range(3)]
+        for name in good:
+            assert caller.offer([memfd()], {"region_id": name, "length": SIZE}) is None
+        assert caller.offer([memfd(allocated=False)], {"region_id": "bad", "length": SIZE}) is None
+        assert renew(local, agent_id, [*good, "bad"]) == "InvalidArgument"
+        assert eventually(lambda: maps().count("memfd:test") == 1)
+    assert local.storage.agents.table.region_count == 1
+    assert caller.offer([memfd()], {"region_id": "good0-0", "length": SIZE}) is None, "it may come again"
+    assert renew(local, agent_id, ["kv", "good0-0"]) == agent_id
+    assert maps().count("memfd:test") == 2 == local.storage.agents.table.region_count
+
+
+def renew(local: LocalStack, agent_id: str, names: list[str]) -> str:
+    regions = [{"region_id": name, "address": 0, "length": SIZE} for name in names]
+    body = json.dumps({"regions": regions, "lifetime_s": 60}).encode()
+    reply = request(local.url, "POST", f"/_objectcache/agents/{agent_id}", body=body)
+    return reply.code if reply.status != 200 else str(json.loads(reply.body)["agent_id"])
+
+
 def test_one_access_key_does_not_take_every_region(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions are a bounded good of all keys: one took all of them, for a day, in seconds."""
     monkeypatch.setattr(agents, "KEY_REGIONS_MAX", 3)

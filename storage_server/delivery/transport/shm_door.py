@@ -67,27 +67,36 @@ class ShmClient:
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def map(self, wanted: Sequence[Region], guard: FaultGuard) -> None:
-        """Map regions that were handed in with these ids and lengths. Raises OfferError, OSError, and ConnectionError
-        where the client has gone meanwhile. Regions mapped before the failure stay mapped until `close`.
+        """Map regions that were handed in with these ids and lengths: all of them, or none. Raises OfferError, OSError,
+        and ConnectionError where the client has gone meanwhile. Regions that were mapped before the failure are
+        unmapped, because nobody counts them; the client hands them in again.
         """
-        loop = asyncio.get_running_loop()
-        for region in wanted:
-            if region.region_id in self.regions:
-                continue
-            fd, nbytes = self.offered.pop(region.region_id)
-            mapping = loop.run_in_executor(None, guard.map, fd, nbytes)
-            try:
-                mapped = await to_end(mapping)
-            except asyncio.CancelledError:
-                if not mapping.cancelled() and mapping.exception() is None:
-                    _unmap(mapping.result())
-                raise
-            finally:
-                os.close(fd)
-            if self._is_closed:  # `close` ran while the thread mapped: nobody else would unmap the region
-                _unmap(mapped)
-                raise ConnectionResetError("the client is gone")
-            self.regions[region.region_id] = mapped
+        fresh: list[str] = []
+        try:
+            for region in wanted:
+                if region.region_id not in self.regions:
+                    await self._map_offered(region.region_id, guard)
+                    fresh.append(region.region_id)
+        except BaseException:
+            for region_id in fresh:
+                self.forget(region_id)
+            raise
+
+    async def _map_offered(self, region_id: str, guard: FaultGuard) -> None:
+        fd, nbytes = self.offered.pop(region_id)
+        mapping = asyncio.get_running_loop().run_in_executor(None, guard.map, fd, nbytes)
+        try:
+            mapped = await to_end(mapping)
+        except asyncio.CancelledError:
+            if not mapping.cancelled() and mapping.exception() is None:
+                _unmap(mapping.result())
+            raise
+        finally:
+            os.close(fd)
+        if self._is_closed:  # `close` ran while the thread mapped: nobody else would unmap the region
+            _unmap(mapped)
+            raise ConnectionResetError("the client is gone")
+        self.regions[region_id] = mapped
 
     def knows(self, region: Region) -> bool:
         """Whether the region was handed in, with this length."""
