@@ -39,6 +39,7 @@ from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.limited_server import LimitedServer, gives_place_up
 from objectcache.adapters.metrics import CONTENT_TYPE, process_text
+from objectcache.adapters.pages import HEADERS as PAGE_HEADERS
 from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 
@@ -48,6 +49,10 @@ HEALTH_TIMEOUT_S = 3.0
 METRICS_TIMEOUT_S = 5.0
 ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
+SANDBOX = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
+"""In every answer but a page: a browser that shows an object, which may be HTML of whoever stored it, runs nothing of
+it, and gives it another origin than that of the page on which operators type their keys.
+"""
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
 _WITH_BODY = frozenset(
     {
@@ -157,6 +162,7 @@ class Gateway:
             return await self._health()
         if request.bucket == SERVICE_PREFIX and (found := self._pages.find(request.method, request.key)) is not None:
             trace.operation = "page"
+            trace.headers.update(PAGE_HEADERS)  # in place of SANDBOX
             return found
         if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):
             return await self._told(route(request), trace)
@@ -285,7 +291,7 @@ class Gateway:
         return claim, credential
 
     def _identity(self, trace_id: str) -> dict[str, str]:
-        return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}
+        return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER, **SANDBOX}
 
     def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
         """The answer to bytes that cannot be parsed as a request."""
