@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
+import select
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from objectcache.adapters import limited_server
+from objectcache.adapters import limited_server, slow_bodies
 from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
 from tests.support.waiting import eventually
 
@@ -137,6 +138,43 @@ def test_above_the_limit_nobody_with_a_request_is_cut() -> None:
         with gateway.connect() as fifth:
             fifth.sendall(signed_head("GET", "/b/missing", 0))
             assert answer(fifth).code == "NoSuchKey"
+
+
+def test_above_the_limit_the_slowest_bodies_give_their_places_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One client that sends a byte now and then on each connection would otherwise keep everybody else out."""
+    monkeypatch.setattr(slow_bodies, "BODY_WINDOW_S", 0.1)
+    with small_gateway(connections_max=3, header_timeout_s=0.5) as gateway, contextlib.ExitStack() as held:
+        slow, held_back, other = (held.enter_context(gateway.connect()) for _ in range(3))
+        held_back.sendall(signed_head("PUT", "/b/held", 10, Expect="100-continue"))
+        assert answer_of_leave(held_back)
+        for sock in (slow, other):
+            sock.sendall(signed_head("PUT", "/b/key", 10) + b"x")
+        held_back.sendall(b"0123456789")
+        assert answer(held_back).status == 200
+        held_back.sendall(signed_head("PUT", "/b/key", 10) + b"x")
+        assert eventually(lambda: gateway.server.slow.count == 3)
+        with gateway.connect() as fourth:
+            fourth.sendall(signed_head("GET", "/b/missing", 0))
+            assert answer(fourth).code == "NoSuchKey"
+        assert eventually(lambda: gateway.server.open_count == 2)
+        ended = [sock for sock in (slow, held_back, other) if is_answered(sock)]
+        assert [answer(sock).code for sock in ended] == ["RequestTimeout"]
+        assert is_closed(ended[0])
+        assert "ended 1 whose bodies come at less than 1024 bytes/s" in caplog.text
+        assert "Unhandled" not in caplog.text
+        for sock in {slow, held_back, other} - set(ended):
+            sock.sendall(b"123456789")
+            assert answer(sock).status == 200
+
+
+def answer_of_leave(sock: socket.socket) -> bool:
+    return sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def is_answered(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 def test_the_limit_is_cut_to_what_the_host_allows(monkeypatch: pytest.MonkeyPatch) -> None:
