@@ -42,6 +42,7 @@ from objectcache.adapters.metrics import CONTENT_TYPE, process_text
 from objectcache.adapters.pages import HEADERS as PAGE_HEADERS
 from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
+from objectcache.adapters.threads import computed
 
 RETRY_AFTER_S = 1
 HEALTH_KEPT_S = 1.0
@@ -253,7 +254,7 @@ class Gateway:
         """GET /_objectcache/metrics: the metrics of this gateway and of its storage server. If the storage server does
         not answer, its metrics are missing, and the gateway's error counters say why.
         """
-        text = self._meter.text() + process_text()
+        text = await computed(lambda: self._meter.text() + process_text(), is_long=True)
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 text += (await self._storage.status.metrics("")).encode()

@@ -113,7 +113,7 @@ class Workers:
                 raise
             finally:
                 self._running.discard(process)
-            forget_process(process.pid)
+            await asyncio.to_thread(forget_process, process.pid)
             if not ready.done():
                 ready.set_exception(ChildProcessError(f"a worker ended with status {status} before it was ready"))
                 return
