@@ -87,7 +87,9 @@ class Gateway:
         self._failures = RecentFailures()
         self._pages = status_pages(settings.region)
         self._started_s = time.monotonic()
-        self._healthy_until_s = 0.0
+        self._is_healthy = False
+        self._health_known_until_s = 0.0
+        self._health_asked: asyncio.Task[None] | None = None
         self._host_id = secrets.token_urlsafe(24)
 
     @property
@@ -209,20 +211,29 @@ class Gateway:
         return await HANDLERS[operation](call)
 
     async def _health(self) -> web.Response:
-        """Whether requests can be served. The storage side must answer, too; it is asked at most once a second, however
-        many clients ask.
+        """Whether requests can be served. The storage side must answer, too; it is asked at most once a second, and
+        once at a time, however many clients ask and whatever it answers.
         """
-        now_s = time.monotonic()
-        if now_s >= self._healthy_until_s:
-            try:
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    await self._storage.status.transports("")
-            except (ObjectCacheError, TimeoutError) as error:
-                _log.warning("the storage side does not answer: %s", error)
-                body = b'{"status":"the storage side does not answer"}'
-                return web.Response(status=503, body=body, content_type="application/json")
-            self._healthy_until_s = now_s + HEALTH_KEPT_S
-        return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+        if self._health_asked is None and time.monotonic() >= self._health_known_until_s:
+            self._health_asked = asyncio.create_task(self._ask_storage())
+        if self._health_asked is not None:
+            await asyncio.shield(self._health_asked)  # a client that goes away does not end it for the others
+        if self._is_healthy:
+            return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+        body = b'{"status":"the storage side does not answer"}'
+        return web.Response(status=503, body=body, content_type="application/json")
+
+    async def _ask_storage(self) -> None:
+        is_healthy = False
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._storage.status.transports("")
+            is_healthy = True
+        except (ObjectCacheError, TimeoutError) as error:
+            _log.warning("the storage side does not answer: %s", error)
+        finally:
+            self._is_healthy, self._health_asked = is_healthy, None
+            self._health_known_until_s = time.monotonic() + HEALTH_KEPT_S
 
     async def _told(self, operation: Operation, trace: RequestTrace) -> web.Response:
         """Answer what the token, and a key of all buckets, may read."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import resource
 import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.messages import Transports
+from gateway import app
 from objectcache.adapters import limited_server, slow_bodies
-from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
+from tests.support.small_gateway import DictStorage, SmallGateway, answer, signed_head, small_gateway
 from tests.support.waiting import eventually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: h\r\n"
@@ -182,6 +187,37 @@ def test_the_limit_is_cut_to_what_the_host_allows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with small_gateway() as gateway:
         assert gateway.server.connections_max == 512
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_many_health_checks_at_once_ask_the_storage_side_once(
+    gateway: SmallGateway, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """They need no key, and while the storage side hangs each of them would wait for an answer of its own."""
+    may_answer, asked = threading.Event(), []
+
+    async def transports(_: DictStorage, access_key: str) -> Transports:
+        asked.append(access_key)
+        await asyncio.get_running_loop().run_in_executor(None, may_answer.wait)
+        if status == 503:
+            raise ServerError(ErrorCode.SLOW_DOWN, "gone", retryable=True)
+        return Transports(False, None)
+
+    monkeypatch.setattr(DictStorage, "transports", transports)
+    monkeypatch.setattr(app, "HEALTH_KEPT_S", 60.0)
+    head = b"GET /_objectcache/health HTTP/1.1\r\nHost: h\r\n\r\n"
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(gateway.connect()) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(head)
+        assert eventually(lambda: gateway.server.open_count == len(socks) and not gateway.server.idle)
+        socks[0].close()  # whoever came first goes away
+        assert eventually(lambda: gateway.server.open_count == len(socks) - 1)
+        may_answer.set()
+        assert {answer(sock).status for sock in socks[1:]} == {status}
+        socks[1].sendall(head)
+        assert answer(socks[1]).status == status
+    assert len(asked) == 1
 
 
 def test_two_thousand_idle_connections_do_not_disturb_others() -> None:
