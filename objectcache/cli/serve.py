@@ -53,6 +53,9 @@ from storage_server.settings import StorageSettings
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
 HANDSHAKE_S = 10.0
+PORT_WAIT_S = 5.0
+"""The kernel takes a while to end the workers of a killed server: a start waits so long for their port."""
+PORT_TRY_S = 0.1
 WORKER_READ_S = 30.0
 """The seconds for which a worker may go on reading deleted bytes of a segment. After that its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
@@ -145,7 +148,7 @@ class Together:
 
     async def start(self) -> None:
         if self._listen.shares_port:
-            _refuse_taken(self._listen)
+            await _refuse_taken(self._listen)
         await self.storage.start()
         await self._make_buckets()
         runner, self.url = await listening(self._gateway.server(), self._listen)
@@ -412,12 +415,24 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _refuse_taken(listen: Listen) -> None:
-    """Raises OSError where the port is in use: a port that workers share could be shared with a foreign
-    server unseen.
+async def _refuse_taken(listen: Listen) -> None:
+    """Raises OSError where the port stays in use: a port that workers share could be shared with a foreign server
+    unseen.
     """
-    with _bound(replace(listen, shares_port=False)) as probe:
-        probe.listen()
+    loop = asyncio.get_running_loop()
+    until_s, is_told = loop.time() + PORT_WAIT_S, False
+    while True:
+        try:
+            with _bound(replace(listen, shares_port=False)) as probe:
+                probe.listen()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or loop.time() >= until_s:
+                raise
+            if not is_told:
+                is_told = True
+                _log.warning("%s:%d is in use: waiting up to %.0f s for it", listen.host, listen.port, PORT_WAIT_S)
+        await asyncio.sleep(PORT_TRY_S)
 
 
 def _bound(listen: Listen) -> socket.socket:
