@@ -34,7 +34,7 @@ from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
-from objectcache.cli.workers import Workers
+from objectcache.cli.workers import Workers, beat
 from storage_server.cache.policies.threshold import told
 from storage_server.delivery.scheduler.settings import SchedulerSettings
 from storage_server.home.own_keys import OwnKeys
@@ -339,6 +339,8 @@ async def _until_stopped(
         # only now, because UCX takes SIGHUP when it starts
         loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereads)
         print(f"{name} is listening on {server.url}", flush=True)
+        if until_stdin_ends:
+            beat(loop, sys.stdout.fileno())
         if isinstance(server, Together) and keys_from is not None:
             print(banner(server.started(keys_from)), flush=True)
         await stop.wait()
