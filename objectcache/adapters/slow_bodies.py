@@ -16,9 +16,7 @@ LEAST_BODY_BYTES_PER_S = 1024
 LOOK_PAUSE_S = 1.0
 """After a look that found less than wanted, nobody looks again for so long: a look costs microseconds a request."""
 BATCH_FRACTION = 1 / 64
-"""Of all places, so many are wanted by one look, and so many connections more may be open while those that were told to
-end still do.
-"""
+"""One look ends at most this fraction of all connections. As many more may be open while those still end."""
 _T = TypeVar("_T", bound=Hashable)
 
 
