@@ -39,8 +39,10 @@ from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.limited_server import LimitedServer, gives_place_up
 from objectcache.adapters.metrics import CONTENT_TYPE, process_text
+from objectcache.adapters.pages import HEADERS as PAGE_HEADERS
 from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
+from objectcache.adapters.threads import computed
 
 RETRY_AFTER_S = 1
 HEALTH_KEPT_S = 1.0
@@ -48,6 +50,10 @@ HEALTH_TIMEOUT_S = 3.0
 METRICS_TIMEOUT_S = 5.0
 ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
+SANDBOX = {"Content-Security-Policy": "sandbox", "X-Content-Type-Options": "nosniff"}
+"""In every answer but a page: a browser that shows an object, which may be HTML of whoever stored it, runs nothing of
+it, and gives it another origin than that of the page on which operators type their keys.
+"""
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
 _WITH_BODY = frozenset(
     {
@@ -81,7 +87,9 @@ class Gateway:
         self._failures = RecentFailures()
         self._pages = status_pages(settings.region)
         self._started_s = time.monotonic()
-        self._healthy_until_s = 0.0
+        self._is_healthy = False
+        self._health_known_until_s = 0.0
+        self._health_asked: asyncio.Task[None] | None = None
         self._host_id = secrets.token_urlsafe(24)
 
     @property
@@ -157,6 +165,7 @@ class Gateway:
             return await self._health()
         if request.bucket == SERVICE_PREFIX and (found := self._pages.find(request.method, request.key)) is not None:
             trace.operation = "page"
+            trace.headers.update(PAGE_HEADERS)  # in place of SANDBOX
             return found
         if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):
             return await self._told(route(request), trace)
@@ -202,20 +211,29 @@ class Gateway:
         return await HANDLERS[operation](call)
 
     async def _health(self) -> web.Response:
-        """Whether requests can be served. The storage side must answer, too; it is asked at most once a second, however
-        many clients ask.
+        """Whether requests can be served. The storage side must answer, too; it is asked at most once a second, and
+        once at a time, however many clients ask and whatever it answers.
         """
-        now_s = time.monotonic()
-        if now_s >= self._healthy_until_s:
-            try:
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    await self._storage.status.transports("")
-            except (ObjectCacheError, TimeoutError) as error:
-                _log.warning("the storage side does not answer: %s", error)
-                body = b'{"status":"the storage side does not answer"}'
-                return web.Response(status=503, body=body, content_type="application/json")
-            self._healthy_until_s = now_s + HEALTH_KEPT_S
-        return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+        if self._health_asked is None and time.monotonic() >= self._health_known_until_s:
+            self._health_asked = asyncio.create_task(self._ask_storage())
+        if self._health_asked is not None:
+            await asyncio.shield(self._health_asked)  # a client that goes away does not end it for the others
+        if self._is_healthy:
+            return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+        body = b'{"status":"the storage side does not answer"}'
+        return web.Response(status=503, body=body, content_type="application/json")
+
+    async def _ask_storage(self) -> None:
+        is_healthy = False
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._storage.status.transports("")
+            is_healthy = True
+        except (ObjectCacheError, TimeoutError) as error:
+            _log.warning("the storage side does not answer: %s", error)
+        finally:
+            self._is_healthy, self._health_asked = is_healthy, None
+            self._health_known_until_s = time.monotonic() + HEALTH_KEPT_S
 
     async def _told(self, operation: Operation, trace: RequestTrace) -> web.Response:
         """Answer what the token, and a key of all buckets, may read."""
@@ -247,7 +265,7 @@ class Gateway:
         """GET /_objectcache/metrics: the metrics of this gateway and of its storage server. If the storage server does
         not answer, its metrics are missing, and the gateway's error counters say why.
         """
-        text = self._meter.text() + process_text()
+        text = await computed(lambda: self._meter.text() + process_text(), is_long=True)
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 text += (await self._storage.status.metrics("")).encode()
@@ -285,7 +303,7 @@ class Gateway:
         return claim, credential
 
     def _identity(self, trace_id: str) -> dict[str, str]:
-        return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}
+        return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER, **SANDBOX}
 
     def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
         """The answer to bytes that cannot be parsed as a request."""

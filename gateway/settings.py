@@ -16,7 +16,8 @@ class GatewaySettings:
 
     A connection is closed when: no byte of an awaited body came for `body_idle_timeout_s`; the head of a request is not
     complete after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an
-    answer for `send_idle_timeout_s`. Above `connections_max` new connections are refused.
+    answer for `send_idle_timeout_s`. Above `connections_max` idle connections and slow bodies end, or new
+    connections are refused.
 
     With `allows_sigv2` presigned URLs with a Version 2 signature are accepted for GET, HEAD and PUT of objects, and
     HTML forms with such a signature.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from objectcache.adapters.memory_area import SharedArea
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
 _KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "ASAN_")
 
@@ -54,6 +55,13 @@ async def spawned(
     finally:
         theirs.close()
     return process, ours
+
+
+def end_with_parent() -> None:
+    """In the child: have the kernel end this process (SIGKILL) when the parent's thread that started it ends, whatever
+    this process does then.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def begun(arguments: Sequence[str]) -> tuple[socket.socket, list[tuple[int, int]]]:

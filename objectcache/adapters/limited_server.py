@@ -20,8 +20,10 @@ from aiohttp.web_protocol import _ErrInfo
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.deadlines import HEAD_BYTES_MAX, ConnectionLimits, ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.pieces import InPieces, Turns, Waiting
 from objectcache.adapters.response_sink import cut
+from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, SlowBodies
 
 HEADER_COUNT_MAX = 256
 PIECES_MAX = 64
@@ -32,6 +34,8 @@ engines and peers.
 """
 LINGER_S = 3.0
 """The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
+ENDING_S = 1.0
+"""The seconds in which a request whose body comes too slowly is answered."""
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -54,6 +58,7 @@ class LimitedServer(web.Server):
         self.limits = limits
         self.idle: OrderedDict[Connection, None] = OrderedDict()
         """The connections without a request, the longest idle one first."""
+        self.slow: SlowBodies[Connection] = SlowBodies(self.connections_max)
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
         self.turns = Turns()
@@ -66,6 +71,20 @@ class LimitedServer(web.Server):
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, asyncio.get_running_loop())
+
+    def makes_place(self, now_s: float) -> bool:
+        """Whether another connection gives its place up: the longest idle one, or those whose bodies come slowest."""
+        if self.idle:
+            longest, _ = self.idle.popitem(last=False)
+            longest.give_place_up()
+            return True
+        slowest = self.slow.slowest(now_s, lambda connection: connection.slow_rate(now_s))
+        for connection in slowest:
+            connection.end_slow_body()
+        if slowest:
+            problem = "%d connections have requests: ended %d whose bodies come at less than %d bytes/s"
+            _log.warning(problem, self.open_count - 1, len(slowest), LEAST_BODY_BYTES_PER_S)
+        return bool(slowest)
 
 
 @contextmanager
@@ -85,7 +104,10 @@ def gives_place_up(http: web.BaseRequest) -> Iterator[None]:
 class Connection(InPieces, web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_body", "_check", "_clock", "_is_broken", "_length", "_limited", "_waiting", "_watch", "_wire")
+    __slots__ = (
+        "_body", "_body_watch", "_check", "_clock", "_http", "_is_broken", "_length", "_limited", "_waiting", "_watch",
+        "_wire",
+    )  # fmt: skip
 
     def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
@@ -105,6 +127,8 @@ class Connection(InPieces, web.RequestHandler):
         self._wire: asyncio.Transport | None = None
         self._check: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
+        self._body_watch = BodyWatch()
+        self._http: web.BaseRequest | None = None
         self._length = 0
         self._waiting = Waiting(server.turns)
         self._is_broken = False
@@ -114,13 +138,11 @@ class Connection(InPieces, web.RequestHandler):
         server = self._limited
         server.open_count += 1
         self._wire = wire
-        if server.open_count > server.connections_max:
-            if not server.idle:
-                _log.warning("%d connections have requests: refused one more", server.open_count - 1)
-                wire.abort()
-                return
-            longest, _ = server.idle.popitem(last=False)
-            longest.give_place_up()
+        is_full = server.open_count - server.slow.ending_count > server.connections_max
+        if is_full and not server.makes_place(self._clock.time()):
+            _log.warning("%d connections have requests: refused one more", server.open_count - 1)
+            wire.abort()
+            return
         super().connection_made(transport)
         server.idle[self] = None
         self._schedule()
@@ -140,10 +162,29 @@ class Connection(InPieces, web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._limited.open_count -= 1
         self._limited.idle.pop(self, None)
+        self._limited.slow.closed(self)
         self._wire = None
         if self._check is not None:
             self._check.cancel()
         super().connection_lost(exc)
+
+    def slow_rate(self, now_s: float) -> float | None:
+        """The rate in bytes/s at which the body of the request comes, where the server waits for it and it is too slow;
+        else None.
+        """
+        body, http = self._body, self._http
+        if body is None or http is None or body.is_eof():
+            return self._body_watch.slow_rate(0, now_s, is_awaited=False)
+        is_awaited = not self._is_held() and not self._waiting.data and not is_held_back(http)
+        return self._body_watch.slow_rate(body.total_bytes, now_s, is_awaited=is_awaited)
+
+    def end_slow_body(self) -> None:
+        """Another client wants to come: the request is answered, and its connection closed."""
+        problem = f"the body comes at less than {LEAST_BODY_BYTES_PER_S} bytes/s, and no other connection is free"
+        if self._body is not None:
+            self._body.set_exception(CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body"))
+        self._lingering_time = 0.0  # no more of the body is read
+        self._clock.call_later(ENDING_S, self.give_place_up)
 
     @property
     def held_bytes(self) -> int:
@@ -183,13 +224,16 @@ class Connection(InPieces, web.RequestHandler):
             self._watch.request_begun()  # what comes next is a body, or may be the rest of a head that has begun
 
     def request_begun(self, http: web.BaseRequest) -> None:
-        self._body, self._length = http.content, http.content_length or 0
+        self._body, self._length, self._http = http.content, http.content_length or 0, http
+        self._body_watch.begun(self._clock.time())
         self._limited.idle.pop(self, None)
         self._watch.request_begun()
 
     def request_ended(self) -> None:
         if not self._messages:  # else a head has come, and its body may come before its handler runs
             self._watch.request_ended()
+        self._http = None
+        self._limited.slow.note(self, None)
         if self._wire is not None:
             self._limited.idle[self] = None
 
@@ -214,7 +258,9 @@ class Connection(InPieces, web.RequestHandler):
         wire = self._wire
         if wire is None:
             return
-        verdict = self._watch.verdict(wire.get_write_buffer_size(), self._clock.time())
+        now_s = self._clock.time()
+        self._limited.slow.note(self, self.slow_rate(now_s))
+        verdict = self._watch.verdict(wire.get_write_buffer_size(), now_s)
         if verdict is Verdict.KEEP:
             self._schedule()
             return

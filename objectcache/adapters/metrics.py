@@ -7,6 +7,8 @@ prometheus_client is imported late, because its import decides whether processes
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import platform
 import tempfile
@@ -32,6 +34,8 @@ FILE_BYTES = 1 << 20
 """The file of one kind of metrics of one process has this size. All series that a gateway can have take a quarter, and
 a container has 64 MiB of such memory by default, for all workers.
 """
+_LOCK_NAME = "lock"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -153,7 +157,9 @@ class ProcessMetrics:
         self._of(metric, labels).observe(value)
 
     def text(self) -> bytes:
-        """All processes' numbers in Prometheus' text format."""
+        """All processes' numbers in Prometheus' text format. It takes a few milliseconds a process, so call it in a
+        thread.
+        """
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -162,7 +168,8 @@ class ProcessMetrics:
             return generate_latest(self._registry)
         together = CollectorRegistry()
         MultiProcessCollector(together, folder)  # type: ignore[no-untyped-call]
-        return generate_latest(together)
+        with _locked(Path(folder), fcntl.LOCK_SH):
+            return generate_latest(together)
 
     def _of(self, metric: Metric, labels: Labels) -> Any:
         made = self._by_name[metric.name]
@@ -181,11 +188,50 @@ def _reserve_files() -> None:
 
 
 def forget_process(pid: int) -> None:
-    """Drop the gauges of a process that has ended. Its counters stay in the sums."""
+    """Drop the gauges of a process that has ended, and add its counters to those of all that ended before it, so that
+    restarts add no files. Call this in a thread.
+    """
     from prometheus_client.multiprocess import mark_process_dead
 
-    if FOLDER_VARIABLE in os.environ:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return
+    with _locked(Path(folder), fcntl.LOCK_EX):  # else a scrape in between would count twice, or not at all
         mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        for kind in ("counter", "histogram"):
+            _keep_sums(Path(folder, f"{kind}_{pid}.db"), Path(folder, f"{kind}_ended.db"))
+
+
+def _keep_sums(own: Path, ended: Path) -> None:
+    """Add the numbers of one file to those of another, and remove the file."""
+    from prometheus_client.mmap_dict import MmapedDict
+
+    if not own.exists():
+        return
+    if not ended.exists():
+        own.rename(ended)  # its room is reserved
+        return
+    sums = MmapedDict(str(ended))  # type: ignore[no-untyped-call]
+    try:
+        for key, value, _, _ in list(MmapedDict.read_all_values_from_file(str(own))):  # type: ignore[no-untyped-call]
+            before, _ = sums.read_value(key)  # type: ignore[no-untyped-call]
+            sums.write_value(key, before + value, 0.0)  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError) as error:  # the process ended while it wrote
+        _log.warning("the counters in %s are lost: %s", own.name, error)
+    finally:
+        sums.close()  # type: ignore[no-untyped-call]
+    own.unlink()
+
+
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Hold the lock of the files in the folder; the kernel drops that of a process that ends."""
+    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, kind)
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager

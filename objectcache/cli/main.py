@@ -21,6 +21,7 @@ from descriptors.units import parse_bytes
 from descriptors.version import __version__
 from gateway.s3.credentials import Credential
 from gateway.s3.request import check_bucket_name
+from objectcache.adapters.child_process import end_with_parent
 from objectcache.adapters.interfaces import LOOPBACK, UnknownInterfaceError
 from objectcache.adapters.membership import MembershipError
 from objectcache.adapters.metrics import shared_folder
@@ -442,6 +443,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
+    end_with_parent()  # else it would keep the port from a server that is started in place of a killed one
     config = _config(options)
     secrets = load_peer_secrets(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")

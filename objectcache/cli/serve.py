@@ -36,7 +36,7 @@ from objectcache.adapters.limited_server import LimitedServer
 from objectcache.adapters.tls_door import CONNECTION_BYTES, TlsDoor
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
-from objectcache.cli.workers import Workers
+from objectcache.cli.workers import Workers, beat
 from storage_server.cache.policies.threshold import told
 from storage_server.delivery.scheduler.settings import SchedulerSettings
 from storage_server.home.own_keys import OwnKeys
@@ -56,6 +56,9 @@ BACKLOG = 4096
 SHUTDOWN_S = 5.0
 TLS_PART = 8
 """Connections with TLS have this part of the host's memory at most."""
+PORT_WAIT_S = 5.0
+"""The kernel takes a while to end the workers of a killed server: a start waits so long for their port."""
+PORT_TRY_S = 0.1
 WORKER_READ_S = 30.0
 """The seconds for which a worker may go on reading deleted bytes of a segment. After that its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
@@ -148,7 +151,7 @@ class Together:
 
     async def start(self) -> None:
         if self._listen.shares_port:
-            _refuse_taken(self._listen)
+            await _refuse_taken(self._listen)
         await self.storage.start()
         await self._make_buckets()
         runner, self.url = await listening(self._gateway.server(), self._listen)
@@ -339,6 +342,8 @@ async def _until_stopped(
         # only now, because UCX takes SIGHUP when it starts
         loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereads)
         print(f"{name} is listening on {server.url}", flush=True)
+        if until_stdin_ends:
+            beat(loop, sys.stdout.fileno())
         if isinstance(server, Together) and keys_from is not None:
             print(banner(server.started(keys_from)), flush=True)
         await stop.wait()
@@ -417,12 +422,24 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _refuse_taken(listen: Listen) -> None:
-    """Raises OSError where the port is in use: a port that workers share could be shared with a foreign
-    server unseen.
+async def _refuse_taken(listen: Listen) -> None:
+    """Raises OSError where the port stays in use: a port that workers share could be shared with a foreign server
+    unseen.
     """
-    with _bound(replace(listen, shares_port=False)) as probe:
-        probe.listen()
+    loop = asyncio.get_running_loop()
+    until_s, is_told = loop.time() + PORT_WAIT_S, False
+    while True:
+        try:
+            with _bound(replace(listen, shares_port=False)) as probe:
+                probe.listen()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or loop.time() >= until_s:
+                raise
+            if not is_told:
+                is_told = True
+                _log.warning("%s:%d is in use: waiting up to %.0f s for it", listen.host, listen.port, PORT_WAIT_S)
+        await asyncio.sleep(PORT_TRY_S)
 
 
 def _bound(listen: Listen) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Sequence
 from typing import cast
@@ -19,7 +20,15 @@ from storage_server.kernel.reads import Reads
 from storage_server.settings import StorageSettings
 
 RESTART_DELAY_S = 1.0
+READ_BYTES = 4096
 STOP_TIMEOUT_S = 10.0
+BEAT_S = 1.0
+"""A worker's event loop writes a byte to its output in this interval."""
+SILENT_S = 5.0
+SILENT_TIMES_MAX = 3
+"""A worker that is silent for SILENT_S so many times in a row is killed: the kernel goes on to give it connections.
+Once alone proves nothing, because the owner itself may have been stopped.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -107,18 +116,42 @@ class Workers:
                     ready.set_result(None)
                 if line:  # before that a signal would end it
                     self._running.add(process)
+                    await _kill_if_silent(process)
                 status = await process.wait()
             except asyncio.CancelledError:
                 await _end(process)
                 raise
             finally:
                 self._running.discard(process)
-            forget_process(process.pid)
+            await asyncio.to_thread(forget_process, process.pid)
             if not ready.done():
                 ready.set_exception(ChildProcessError(f"a worker ended with status {status} before it was ready"))
                 return
             _log.warning("worker %d ended with status %d and is started again", process.pid, status)
             await asyncio.sleep(RESTART_DELAY_S)
+
+
+def beat(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    """In a worker: write a byte to `fd` now and in each BEAT_S. An owner that does not read is not waited for."""
+    os.set_blocking(fd, False)
+    with contextlib.suppress(OSError):
+        os.write(fd, b".")
+    loop.call_later(BEAT_S, beat, loop, fd)
+
+
+async def _kill_if_silent(process: asyncio.subprocess.Process) -> None:
+    """Read a worker's output until it ends. Kill a worker whose event loop stands still."""
+    silent_times = 0
+    while process.stdout is not None and silent_times < SILENT_TIMES_MAX:
+        try:
+            async with asyncio.timeout(SILENT_S):
+                if not await process.stdout.read(READ_BYTES):
+                    return
+            silent_times = 0
+        except TimeoutError:
+            silent_times += 1
+    _log.warning("worker %d has not moved for %.0f s and is killed", process.pid, SILENT_TIMES_MAX * SILENT_S)
+    process.kill()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -52,32 +52,38 @@ class Registrar:
             self.table.check_name(access_key, peer, time.monotonic())
             self.table.check_id(registration.agent_id)
             holder = self.table.holder(peer)
-            self.table.check_region_count(access_key, len(registration.regions), holder)
-            if holder is not None:
-                transport.check_replacing()
-                await self._drain_and_forget(holder, _cancelled("the agent was registered again"))
-            endpoint = await transport.connect(peer, registration)
-            try:
-                added = self.table.add(access_key, peer, registration, time.monotonic())
-            except BaseException:
-                await to_end(asyncio.ensure_future(endpoint.close()))
-                raise
-            self._endpoints[added.agent_id] = endpoint
-            return added.lease(time.monotonic(), time.time())
+            with self.table.reserved(access_key, len(registration.regions), holder):
+                if holder is not None:
+                    transport.check_replacing()
+                    await self._drain_and_forget(holder, _cancelled("the agent was registered again"))
+                endpoint = await transport.connect(peer, registration)
+                try:
+                    added = self.table.add(access_key, peer, registration, time.monotonic())
+                except BaseException:
+                    await to_end(asyncio.ensure_future(endpoint.close()))
+                    raise
+                self._endpoints[added.agent_id] = endpoint
+                return added.lease(time.monotonic(), time.time())
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
         """Extend a lease and replace its regions. Deliveries into regions that are not offered any more are stopped and
-        drained first.
+        drained first. A renewal that has begun is carried out even when its caller is cancelled: in between, the table
+        has other regions than the transport.
         """
         peer = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):
             agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
             endpoint = self.endpoint(agent)
             endpoint.check_renewal(renewal)
-            if renewal.regions or renewal.metadata is not None:
-                self.table.check_region_count(access_key, len(renewal.regions), agent)
-                await endpoint.renew(renewal, lambda regions: self._stop_outside(agent, regions))
-            agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have been deleted
+            return await to_end(asyncio.ensure_future(self._renew(agent, endpoint, renewal)))
+
+    async def _renew(self, agent: RegisteredAgent, endpoint: Endpoint, renewal: AgentRenewal) -> AgentLease:
+        if not renewal.regions and renewal.metadata is None:
+            return self.table.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
+        with self.table.reserved(agent.access_key, len(renewal.regions), agent):
+            await endpoint.renew(renewal, lambda regions: self._stop_outside(agent, regions))
+            # it may have ended meanwhile
+            agent = self.table.owned(agent.access_key, agent.agent_id, time.monotonic(), "agent_id")
             return self.table.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
 
     async def delete_agent(self, access_key: str, agent_id: str, writers: tuple[str, ...] = ()) -> None:
@@ -171,9 +177,14 @@ class Registrar:
         await _stop(outside, _cancelled("the region is no longer offered"))
 
     async def _drain_and_forget(self, agent: RegisteredAgent, error: ObjectCacheError) -> None:
-        """Refuse new deliveries to the agent, stop those under way with this error, drain them, disconnect."""
-        self.table.remove(agent.agent_id)
+        """Refuse new deliveries to the agent, stop those under way with this error, drain them, disconnect: to the end
+        even when the caller is cancelled, because nobody else would unmap the agent's memory.
+        """
         self.shares.forget(agent.agent_id)
+        with self.table.ending(agent):
+            await to_end(asyncio.ensure_future(self._drain(agent, error)))
+
+    async def _drain(self, agent: RegisteredAgent, error: ObjectCacheError) -> None:
         await _stop(self._requests.active_for_agent(agent.agent_id), error)
         endpoint = self._endpoints.pop(agent.agent_id, None)
         if endpoint is not None:

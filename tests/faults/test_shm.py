@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -22,7 +23,7 @@ from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Notice
-from descriptors.shm_messages import greeting, reply
+from descriptors.shm_messages import RegionOffer, greeting, parse_offer, reply
 from nixl_client.client import Client, Transport
 from nixl_client.session import agent
 from nixl_client.transports import shared_memory
@@ -119,6 +120,46 @@ def test_garbage_is_answered_with_what_is_wrong(caller: Caller, message: bytes) 
     assert caller.offer([]) == "the offer came without a descriptor"
     assert caller.offer([memfd()]) is None
     assert "known already" in str(caller.offer([memfd()]))
+
+
+def test_a_connection_ends_with_the_third_message_that_is_no_offer(local: LocalStack, caller: Caller) -> None:
+    """No client sends any, and each one takes time of the event loop."""
+    for _ in range(shm_door.MALFORMED_MAX):
+        assert "not an offer" in str(caller.offer([], b"garbage"))
+    assert caller.socket.recv(10) == b""
+    door = local.storage.shm.door
+    assert eventually(lambda: door.client_count == 0)
+
+
+def test_messages_of_many_connections_are_taken_one_a_turn(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections may be readable in the same turn of the event loop, which others wait for."""
+    door = local.storage.shm.door
+    callers = [Caller(door.address) for _ in range(8)]
+    turns: list[int] = []
+    turn = 0
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if len(turns) < 2 * len(callers):
+            asyncio.get_running_loop().call_soon(next_turn)
+
+    def parse(data: bytes) -> RegionOffer:
+        turns.append(turn)
+        return parse_offer(data)
+
+    async def send_all() -> None:
+        for caller in callers:
+            for _ in range(2):
+                socket.send_fds(caller.socket, [b"garbage"], [])
+        next_turn()
+
+    monkeypatch.setattr(shm_door, "parse_offer", parse)
+    local.call(send_all())
+    assert eventually(lambda: len(turns) == 2 * len(callers))
+    assert len(set(turns)) == len(turns)
+    for caller in callers:
+        caller.socket.close()
 
 
 def register(local: LocalStack, ticket: str, regions: list[dict[str, object]], key: tuple[str, str] = OWNER) -> str:
@@ -460,6 +501,32 @@ def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
     assert codes == ["NoSuchAgent"]
     assert eventually(lambda: "memfd:test" not in maps())
     assert len(local.storage.agents.table) == 0
+
+
+def test_a_renewal_that_fails_leaves_nothing_mapped(local: LocalStack, caller: Caller) -> None:
+    """What it had mapped would count nowhere: one key could take every mapping that a process may have."""
+    first = {"region_id": "kv", "address": 0, "length": SIZE}
+    caller.offer([memfd()])
+    agent_id = register(local, caller.ticket, [first])
+    assert maps().count("memfd:test") == 1
+    for round_index in range(2):
+        good = [f"good{round_index}-{number}" for number in range(3)]
+        for name in good:
+            assert caller.offer([memfd()], {"region_id": name, "length": SIZE}) is None
+        assert caller.offer([memfd(allocated=False)], {"region_id": "bad", "length": SIZE}) is None
+        assert renew(local, agent_id, [*good, "bad"]) == "InvalidArgument"
+        assert eventually(lambda: maps().count("memfd:test") == 1)
+    assert local.storage.agents.table.region_count == 1
+    assert caller.offer([memfd()], {"region_id": "good0-0", "length": SIZE}) is None, "it may come again"
+    assert renew(local, agent_id, ["kv", "good0-0"]) == agent_id
+    assert maps().count("memfd:test") == 2 == local.storage.agents.table.region_count
+
+
+def renew(local: LocalStack, agent_id: str, names: list[str]) -> str:
+    regions = [{"region_id": name, "address": 0, "length": SIZE} for name in names]
+    body = json.dumps({"regions": regions, "lifetime_s": 60}).encode()
+    reply = request(local.url, "POST", f"/_objectcache/agents/{agent_id}", body=body)
+    return reply.code if reply.status != 200 else str(json.loads(reply.body)["agent_id"])
 
 
 def test_one_access_key_does_not_take_every_region(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import resource
+import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from objectcache.adapters import limited_server
-from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.messages import Transports
+from gateway import app
+from objectcache.adapters import limited_server, slow_bodies
+from tests.support.small_gateway import DictStorage, SmallGateway, answer, signed_head, small_gateway
 from tests.support.waiting import eventually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: h\r\n"
@@ -139,11 +145,79 @@ def test_above_the_limit_nobody_with_a_request_is_cut() -> None:
             assert answer(fifth).code == "NoSuchKey"
 
 
+def test_above_the_limit_the_slowest_bodies_give_their_places_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One client that sends a byte now and then on each connection would otherwise keep everybody else out."""
+    monkeypatch.setattr(slow_bodies, "BODY_WINDOW_S", 0.1)
+    with small_gateway(connections_max=3, header_timeout_s=0.5) as gateway, contextlib.ExitStack() as held:
+        slow, held_back, other = (held.enter_context(gateway.connect()) for _ in range(3))
+        held_back.sendall(signed_head("PUT", "/b/held", 10, Expect="100-continue"))
+        assert answer_of_leave(held_back)
+        for sock in (slow, other):
+            sock.sendall(signed_head("PUT", "/b/key", 10) + b"x")
+        held_back.sendall(b"0123456789")
+        assert answer(held_back).status == 200
+        held_back.sendall(signed_head("PUT", "/b/key", 10) + b"x")
+        assert eventually(lambda: gateway.server.slow.count == 3)
+        with gateway.connect() as fourth:
+            fourth.sendall(signed_head("GET", "/b/missing", 0))
+            assert answer(fourth).code == "NoSuchKey"
+        assert eventually(lambda: gateway.server.open_count == 2)
+        ended = [sock for sock in (slow, held_back, other) if is_answered(sock)]
+        assert [answer(sock).code for sock in ended] == ["RequestTimeout"]
+        assert is_closed(ended[0])
+        assert "ended 1 whose bodies come at less than 1024 bytes/s" in caplog.text
+        assert "Unhandled" not in caplog.text
+        for sock in {slow, held_back, other} - set(ended):
+            sock.sendall(b"123456789")
+            assert answer(sock).status == 200
+
+
+def answer_of_leave(sock: socket.socket) -> bool:
+    return sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def is_answered(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
+
+
 def test_the_limit_is_cut_to_what_the_host_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where 1,024 files may be open, 16,384 connections cannot be."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with small_gateway() as gateway:
         assert gateway.server.connections_max == 512
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_many_health_checks_at_once_ask_the_storage_side_once(
+    gateway: SmallGateway, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """They need no key, and while the storage side hangs each of them would wait for an answer of its own."""
+    may_answer, asked = threading.Event(), []
+
+    async def transports(_: DictStorage, access_key: str) -> Transports:
+        asked.append(access_key)
+        await asyncio.get_running_loop().run_in_executor(None, may_answer.wait)
+        if status == 503:
+            raise ServerError(ErrorCode.SLOW_DOWN, "gone", retryable=True)
+        return Transports(False, None)
+
+    monkeypatch.setattr(DictStorage, "transports", transports)
+    monkeypatch.setattr(app, "HEALTH_KEPT_S", 60.0)
+    head = b"GET /_objectcache/health HTTP/1.1\r\nHost: h\r\n\r\n"
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(gateway.connect()) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(head)
+        assert eventually(lambda: gateway.server.open_count == len(socks) and not gateway.server.idle)
+        socks[0].close()  # whoever came first goes away
+        assert eventually(lambda: gateway.server.open_count == len(socks) - 1)
+        may_answer.set()
+        assert {answer(sock).status for sock in socks[1:]} == {status}
+        socks[1].sendall(head)
+        assert answer(socks[1]).status == status
+    assert len(asked) == 1
 
 
 def test_two_thousand_idle_connections_do_not_disturb_others() -> None:

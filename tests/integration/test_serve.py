@@ -96,6 +96,32 @@ def test_a_worker_that_dies_is_started_again_and_all_end_with_the_server(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_worker_that_was_stopped_is_replaced(tmp_path: Path, config: Path) -> None:
+    """It would keep its share of all new connections, and answer none of them."""
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", "2", "--config", str(config))
+    with started(*serve) as (_, process):
+        (worker,) = workers_of(process.pid)
+        worker.suspend()
+        assert eventually(lambda: [each.pid for each in workers_of(process.pid)] not in ([], [worker.pid]))
+        assert has_ended(worker)
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_is_started_again_at_once(tmp_path: Path, config: Path) -> None:
+    """Its workers hold the port: they end with it, also one that was stopped, and a start waits for that."""
+    data = str(tmp_path / "d")
+    serve = ("serve", "--data", data, "--workers", "2", "--config", str(config))
+    with started(*serve, "--port", "0") as (url, process):
+        (worker,) = workers_of(process.pid)
+        worker.suspend()
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        with started(*serve, "--port", url.rpartition(":")[2]) as (again, _):
+            assert again == url
+            assert has_ended(worker)
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path: Path, config: Path) -> None:
     serve = ("serve", "--port", "0", "--workers", "2", "--config", str(config))
     with started(*serve, "--data", str(tmp_path / "one")) as (url, _):

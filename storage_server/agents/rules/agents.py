@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from descriptors.descriptor import RdmaTarget
@@ -42,6 +43,17 @@ class RegisteredAgent:
         return AgentLease(self.agent_id, unix_s + self.expires_s - now_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _RegionCount:
+    """Regions of an access key that are being registered, renewed or unmapped. `agent_id` is the agent that has the
+    new regions in place of its own; None where no agent of the table has these regions.
+    """
+
+    access_key: str
+    agent_id: str | None
+    region_count: int
+
+
 class AgentTable:
     """The registrations in force. An access key may have `agents_max` agents. A NIXL name has one agent, bound to the
     key that registered it. One key may have KEY_REGIONS_MAX regions, all keys together REGIONS_MAX.
@@ -50,6 +62,7 @@ class AgentTable:
     def __init__(self, agents_max: int) -> None:
         self._agents_max = agents_max
         self._by_id: dict[str, RegisteredAgent] = {}
+        self._under_way: list[_RegionCount] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -78,20 +91,49 @@ class AgentTable:
         if agent_id in self._by_id:
             raise CallerError(ErrorCode.AGENT_CONFLICT, "the agent is registered already", field="agent_id")
 
-    def check_region_count(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> None:
-        """Raises ServerError(SlowDown) where `region_count` more regions exceed a bound. The regions of `but` do not
-        count, because the new agent replaces it.
+    @contextmanager
+    def reserved(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> Iterator[None]:
+        """Count the regions of a registration or renewal while it is under way, so that many at once exceed no bound.
+        The regions of `but` do not count beside them, because the new regions replace them. Raises
+        ServerError(SlowDown) where `region_count` more regions exceed a bound.
         """
-        others = [agent for agent in self._by_id.values() if but is None or agent.agent_id != but.agent_id]
-        of_key = sum(len(agent.regions) for agent in others if agent.access_key == access_key)
-        of_all = sum(len(agent.regions) for agent in others)
+        others = [each for each in self._counted() if but is None or each.agent_id != but.agent_id]
+        of_key = sum(each.region_count for each in others if each.access_key == access_key)
+        of_all = sum(each.region_count for each in others)
         if of_key + region_count > KEY_REGIONS_MAX:
             problem = f"this access key has {of_key} regions registered, and may have {KEY_REGIONS_MAX}"
         elif of_all + region_count > REGIONS_MAX:
             problem = f"{of_all} regions are registered, and at most {REGIONS_MAX} may be"
         else:
+            with self._counting(_RegionCount(access_key, None if but is None else but.agent_id, region_count)):
+                yield
             return
         raise ServerError(ErrorCode.SLOW_DOWN, problem, field="regions", retryable=True)
+
+    @contextmanager
+    def ending(self, agent: RegisteredAgent) -> Iterator[None]:
+        """Forget an agent. Its regions count until the block ends, because they stay mapped while requests drain."""
+        self._by_id.pop(agent.agent_id, None)
+        with self._counting(_RegionCount(agent.access_key, None, len(agent.regions))):
+            yield
+
+    @contextmanager
+    def _counting(self, regions: _RegionCount) -> Iterator[None]:
+        self._under_way.append(regions)
+        try:
+            yield
+        finally:
+            self._under_way.remove(regions)
+
+    def _counted(self) -> Iterator[_RegionCount]:
+        """The regions of each agent, and of each change under way. An agent that is renewed counts with the larger of
+        its two numbers.
+        """
+        renewed = {each.agent_id: each.region_count for each in self._under_way if each.agent_id in self._by_id}
+        for agent in self._by_id.values():
+            region_count = max(len(agent.regions), renewed.get(agent.agent_id, 0))
+            yield _RegionCount(agent.access_key, agent.agent_id, region_count)
+        yield from (each for each in self._under_way if each.agent_id not in renewed)
 
     def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
         """Register an agent whose name nobody holds, under the id that the gateway of a cluster has given it, or a new
@@ -114,9 +156,13 @@ class AgentTable:
         return renewed
 
     def restrict(self, agent: RegisteredAgent, regions: Collection[Region]) -> None:
-        """Keep only these regions: no new delivery may begin into any other."""
-        kept = tuple(region for region in agent.regions if region in regions)
-        self._by_id[agent.agent_id] = replace(agent, regions=kept)
+        """Keep only these regions: no new delivery may begin into any other. An agent whose lease was ended meanwhile
+        stays ended, and one that was removed stays removed.
+        """
+        now = self._by_id.get(agent.agent_id)
+        if now is not None:
+            kept = tuple(region for region in now.regions if region in regions)
+            self._by_id[agent.agent_id] = replace(now, regions=kept)
 
     def owned(self, access_key: str, agent_id: str, now_s: float, field: str) -> RegisteredAgent:
         """The live agent, which the caller owns. Raises CallerError: NoSuchAgent, AccessDenied (another key owns it),
@@ -130,10 +176,6 @@ class AgentTable:
         if agent.expires_s <= now_s:
             raise CallerError(ErrorCode.EXPIRED_TOKEN, "the agent's registration has expired", field=field)
         return agent
-
-    def remove(self, agent_id: str) -> None:
-        """Forget an agent."""
-        self._by_id.pop(agent_id, None)
 
     def expire(self, agent_id: str) -> None:
         """End the lease now, because the client process is gone."""

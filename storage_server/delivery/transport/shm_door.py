@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from descriptors.messages import AGENT_REGIONS_MAX, Region
-from descriptors.shm_messages import MESSAGE_BYTES_MAX, greeting, parse_offer, reply
+from descriptors.shm_messages import MESSAGE_BYTES_MAX, RegionOffer, greeting, parse_offer, reply
+from objectcache.adapters.caller import CALLER, CallerTurns
 from objectcache.adapters.threads import to_end
 from storage_server.delivery.transport.shared_region import FaultGuard, OfferError, SharedRegion, check_offer
 
@@ -31,6 +32,8 @@ UNREGISTERED_UID_MAX = 16
 """The most connections of one user of this host, so that no user takes every place."""
 UNREGISTERED_S = 10.0
 UNREGISTERED_REGIONS_MAX = 16
+MALFORMED_MAX = 3
+"""A connection ends with so many messages that are no offers: no client sends any."""
 ACCEPT_PAUSE_S = 1.0
 BACKLOG = 64
 _CREDENTIALS = struct.Struct("iII")
@@ -52,6 +55,7 @@ class ShmClient:
         """Region id to (descriptor, length in bytes)."""
         self.regions: dict[str, SharedRegion] = {}
         self.is_registered = False
+        self.malformed_count = 0
         self._is_closed = False
         self._connection: socket.socket | None = connection
 
@@ -67,27 +71,36 @@ class ShmClient:
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def map(self, wanted: Sequence[Region], guard: FaultGuard) -> None:
-        """Map regions that were handed in with these ids and lengths. Raises OfferError, OSError, and ConnectionError
-        where the client has gone meanwhile. Regions mapped before the failure stay mapped until `close`.
+        """Map regions that were handed in with these ids and lengths: all of them, or none. Raises OfferError, OSError,
+        and ConnectionError where the client has gone meanwhile. Regions that were mapped before the failure are
+        unmapped, because nobody counts them; the client hands them in again.
         """
-        loop = asyncio.get_running_loop()
-        for region in wanted:
-            if region.region_id in self.regions:
-                continue
-            fd, nbytes = self.offered.pop(region.region_id)
-            mapping = loop.run_in_executor(None, guard.map, fd, nbytes)
-            try:
-                mapped = await to_end(mapping)
-            except asyncio.CancelledError:
-                if not mapping.cancelled() and mapping.exception() is None:
-                    _unmap(mapping.result())
-                raise
-            finally:
-                os.close(fd)
-            if self._is_closed:  # `close` ran while the thread mapped: nobody else would unmap the region
-                _unmap(mapped)
-                raise ConnectionResetError("the client is gone")
-            self.regions[region.region_id] = mapped
+        fresh: list[str] = []
+        try:
+            for region in wanted:
+                if region.region_id not in self.regions:
+                    await self._map_offered(region.region_id, guard)
+                    fresh.append(region.region_id)
+        except BaseException:
+            for region_id in fresh:
+                self.forget(region_id)
+            raise
+
+    async def _map_offered(self, region_id: str, guard: FaultGuard) -> None:
+        fd, nbytes = self.offered.pop(region_id)
+        mapping = asyncio.get_running_loop().run_in_executor(None, guard.map, fd, nbytes)
+        try:
+            mapped = await to_end(mapping)
+        except asyncio.CancelledError:
+            if not mapping.cancelled() and mapping.exception() is None:
+                _unmap(mapping.result())
+            raise
+        finally:
+            os.close(fd)
+        if self._is_closed:  # `close` ran while the thread mapped: nobody else would unmap the region
+            _unmap(mapped)
+            raise ConnectionResetError("the client is gone")
+        self.regions[region_id] = mapped
 
     def knows(self, region: Region) -> bool:
         """Whether the region was handed in, with this length."""
@@ -135,6 +148,10 @@ class ShmDoor:
         self._clients: dict[str, ShmClient] = {}
         self._refused: set[int] = set()
         """Users that were told of."""
+        self._turns = CallerTurns(1)
+        """One message is taken at a time, by users in turn: thousands of connections together would otherwise keep the
+        event loop for as long as all their messages take.
+        """
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -224,12 +241,15 @@ class ShmDoor:
 
     async def _serve(self, client: ShmClient, connection: socket.socket) -> None:
         """Take offers until the connection ends. A client that does not register in time is disconnected."""
+        CALLER.set(f"user {client.uid}")
         loop = asyncio.get_running_loop()
         late = loop.call_later(UNREGISTERED_S, self._send_away, client)
         try:
-            while True:
+            while client.malformed_count < MALFORMED_MAX:
                 await _readable(connection)
-                await self._take(client, connection)
+                async with self._turns.turn():
+                    self._take(client, connection)
+                    await asyncio.sleep(0)
         except (OSError, EOFError):
             pass
         finally:
@@ -245,14 +265,14 @@ class ShmDoor:
         if not client.is_registered:
             client.hang_up()
 
-    async def _take(self, client: ShmClient, connection: socket.socket) -> None:
+    def _take(self, client: ShmClient, connection: socket.socket) -> None:
         """Take one offer. Raises OSError, EOFError when the connection has ended."""
         data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 1)
         try:
             if not data:
                 raise EOFError
             try:
-                offer = parse_offer(data)
+                offer = _parsed(client, data)
                 if not fds:
                     raise OfferError("the offer came without a descriptor")
                 _check_region_id(client, offer.region_id)
@@ -265,6 +285,14 @@ class ShmDoor:
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def _parsed(client: ShmClient, data: bytes) -> RegionOffer:
+    try:
+        return parse_offer(data)
+    except ValueError:
+        client.malformed_count += 1
+        raise
 
 
 def _check_region_id(client: ShmClient, region_id: str) -> None:

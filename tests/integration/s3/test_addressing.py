@@ -55,6 +55,40 @@ def test_a_request_signed_for_one_bucket_is_no_request_for_another(gateway: Smal
         assert answer(sock).code == "SignatureDoesNotMatch"
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("GET", "/b/k", 200),
+        ("GET", "/b/k?response-content-type=text%2Fhtml", 200),
+        ("HEAD", "/b/k", 200),
+        ("GET", "/b/k", 206),
+        ("GET", "/b/%3Cscript%3E", 404),
+        ("GET", "/b/k", 403),
+        ("GET", "/_objectcache/health", 200),
+        ("nothing", "", 400),
+    ],
+)
+def test_a_browser_runs_nothing_of_an_answer(gateway: SmallGateway, method: str, target: str, status: int) -> None:
+    """Objects share their origin with the page on which operators type their keys."""
+    gateway.storage.stored["b", "k"] = b"<script>alert(1)</script>"
+    sent = {"Range": "bytes=0-3"} if status == 206 else {}
+    headers = signed_headers(method, target, sent)
+    if status == 403:
+        headers["Authorization"] = headers["Authorization"][:-1] + "x"
+    with gateway.connect() as sock:
+        sock.sendall(head_of(method, target, headers) if target else b"nothing\r\n\r\n")
+        reply = answer(sock, method)
+    assert reply.status == status
+    assert reply.headers["content-security-policy"] == "sandbox"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_for_people_runs_its_own_script(gateway: SmallGateway) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(head_of("GET", "/_objectcache/", {"Host": "h"}))
+        assert answer(sock).headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+
+
 def test_every_answer_names_its_request_and_errors_repeat_it(gateway: SmallGateway) -> None:
     gateway.storage.stored["b", "k"] = b"x"
     ids = set()
