@@ -230,7 +230,9 @@ async def test_a_lease_is_on_the_disk_soon_and_many_share_one_write(tmp_path: Pa
         noted = await _noted(store, lambda noted: {"a", "b"} <= set(noted))
         assert min(noted["a"], noted["b"]) >= asked_s + 60
         assert "c" not in noted
-        writes_max = 4 + (time.monotonic() - began_s) // written_uses.LEASE_SAVE_S  # where lookups take long there are more
+        writes_max = (
+            4 + (time.monotonic() - began_s) // written_uses.LEASE_SAVE_S
+        )  # where lookups take long there are more
         assert store.committer.change_count <= before + writes_max
     finally:
         running.cancel()
