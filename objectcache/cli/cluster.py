@@ -27,7 +27,7 @@ from objectcache.cli.config_tables import ClusterConfig
 from objectcache.cli.remote import remote_options
 from objectcache.cli.status import run_cluster_status
 from storage_server.agents.rules.agents import RegisteredAgent
-from storage_server.home.own_keys import OwnKeys
+from storage_server.home.own_keys import SETTLE_LEASES, SETTLE_S, OwnKeys
 from storage_server.settings import StorageSettings, Write
 
 _ETCD = re.compile(r"(etcds?)://([^/@]+)/([A-Za-z0-9][A-Za-z0-9._/-]{0,200})\Z")
@@ -152,7 +152,8 @@ def own_keys(options: argparse.Namespace, config: Config, settings: StorageSetti
         raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
     membership = membership_of(options.cluster, config, options.data)
     name = options.name or (f"rank-{membership.rank}" if isinstance(membership, MpiMembership) else "")
-    return OwnKeys(membership, name, options.weight)
+    settle_s = max(SETTLE_S, SETTLE_LEASES * config.internals.cluster.lease_s)
+    return OwnKeys(membership, name, options.weight, settle_s)
 
 
 def require_one_storage(options: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ SETTLE_S = 15.0
 """How long after a change of the members another server may still take itself for the keeper of keys that are ours now:
 longer than a lease of membership, and longer than people take to have every server read a members file.
 """
+SETTLE_LEASES = 1.5
+"""The same in leases, where those are longer."""
 FORMER_S = 600.0
 """So long after a change of the members, those that kept our keys before are asked for their copies."""
 CHANGES = frozenset({"put_object", "delete_object", "delete_objects", "copy_object", "complete_upload", "set_tags"})
@@ -43,7 +45,7 @@ class OwnKeys:
         self.membership = membership
         self.name = name
         self.weight = weight
-        self._settle_s = settle_s
+        self.settle_s = settle_s
         self._since: list[Placement] | None = None
         self._registration_count = 0
         self._compare: Compare | None = None
@@ -115,14 +117,14 @@ class OwnKeys:
 
     async def _trust(self, view: View) -> None:
         """When the members have settled, compare the cache with upstream, until that has been done."""
-        await asyncio.sleep(self._settle_s)
+        await asyncio.sleep(self.settle_s)
         while self._compare is not None and view.members:
             try:
                 await self._compare()
             except Exception as error:
                 level = logging.WARNING if isinstance(error, ObjectCacheError) else logging.ERROR
                 _log.log(level, "the cache could not be compared with upstream, and is not trusted yet: %r", error)
-                await asyncio.sleep(self._settle_s)
+                await asyncio.sleep(self.settle_s)
                 continue
             self._since = [Placement(view)]
             return
