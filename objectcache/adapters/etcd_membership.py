@@ -327,7 +327,7 @@ class EtcdMembership:
         self._take(found, asked_s)
         if found.cluster_id == self._etcd_id:
             self._seen = max(self._seen, found.revision)
-            self._tell(found.revision)
+            self._tell_missed(found.revision)
 
     def _take_found(self, found: Found, asked_s: float, known: int) -> None:
         try:
@@ -363,7 +363,7 @@ class EtcdMembership:
             members = _members_of(self._members_prefix, ((entry.key, entry.value) for entry in found.entries))
             newest = max((entry.revision for entry in found.entries), default=0)
             if not self._set(members, found.revision) and newest > self._told_at:
-                self._tell(newest)  # they may have been others between
+                self._tell_missed(newest)
         if self._own is None or self._own.name in self._members:
             self._latest = found
             self._note_latest(asked_s)
@@ -399,6 +399,11 @@ class EtcdMembership:
             _log.warning("etcd has no entry of the member %s any more; it registers again", self._own.name)
             self._register_again(self._lease)
         return is_changed
+
+    def _tell_missed(self, revision: int) -> None:
+        """The members are known as of this revision, and may have been others between."""
+        self._registration_count += 1
+        self._tell(revision)
 
     def _tell(self, revision: int) -> None:
         """The members have changed at this revision."""

@@ -36,7 +36,9 @@ class Membership(Protocol):
 
     @property
     def registration_count(self) -> int:
-        """How often this server has become a member. Between two times others may have taken its place."""
+        """How often this server has become a member, or may have missed who the members were for a while. Between two
+        times others may have taken its place.
+        """
 
     def on_view(self, told: OnView) -> None:
         """Call this with the latest view whenever the members have changed, be it back to what they were."""
