@@ -283,6 +283,7 @@ class BodyDelivery:
         async def bring() -> None:
             try:
                 await storage.prefixes.deliver(self._access_key, self._bucket, wanted, body)
+                body.fail(StorageUnreachableError(ConnectionError("a portion that ended early")))
             except Exception as error:
                 body.fail(error)
 

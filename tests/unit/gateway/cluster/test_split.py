@@ -20,6 +20,8 @@ from descriptors.tiers import Tier, runs_of
 from gateway.cluster.forms import merged_forms
 from gateway.cluster.merge import Merger, PortionBody, Share, Slices, Window, windows
 from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of, tiers_of
+from gateway.storage_client import StorageUnreachableError
+from tests.unit.played_time import PlayedTime
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
 PLACEMENT = Placement(View("kv", 1, MEMBERS))
@@ -242,3 +244,23 @@ async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone()
     with pytest.raises(ConnectionError):
         await body.started()
     assert asked == 2
+
+
+async def test_a_part_that_hardly_comes_counts_as_gone_though_its_server_is_there() -> None:
+    """A byte each second would hold the client's request, and what it has of the gateway, for ever."""
+    PlayedTime()
+    body = PortionBody(alive)
+    await body.begin(DeliveryStart("r" * 16, Mode.LAYER_MAJOR, 1, 1_000_000))
+
+    async def drip() -> None:
+        while True:
+            await body.write(memoryview(b"x"))
+            await PlayedTime.passes(1.0)
+
+    merger, positions = Merger(Slices.equal(1, 1_000_000)), np.arange(1)
+    dripping = asyncio.create_task(drip())
+    with pytest.raises(StorageUnreachableError, match="cannot be reached"):
+        await merger.take(Window(0, 0, 1, 0, 1_000_000), body, positions, 0)
+    dripping.cancel()
+    await asyncio.wait([dripping])
+    assert 1 < body.read_bytes < 1_000
