@@ -36,9 +36,10 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.phases import Phases, delivery_timing
 from objectcache.adapters.threads import HERE_BYTES_MAX, computed
-from objectcache.adapters.whole_answers import read_whole
+from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 RESULT_BYTES_MAX = 32 << 20
 """The longest answer is the list of all buckets."""
@@ -135,9 +136,7 @@ class Peer:
         else:
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, max_field_size=65_536
-        )
+        self._session = careful_session(connector, timeout=timeout, headers=UNENCODED, max_field_size=65_536)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -202,9 +201,13 @@ class Peer:
             relayed_bytes = 0
             try:
                 async for piece in _body(response):
+                    relayed_bytes += len(piece)
+                    if relayed_bytes > start.delivery_bytes:
+                        raise _other_size(start, relayed_bytes)
                     with phases.during(Phase.TRANSFER):
                         await sink.write(memoryview(piece))
-                    relayed_bytes += len(piece)
+                if relayed_bytes < start.delivery_bytes:
+                    raise _other_size(start, relayed_bytes)
             except BaseException:
                 sink.abort()
                 raise
@@ -264,12 +267,19 @@ class Peer:
             headers[VIEW_HEADER] = str(self._view_id())
         try:
             url = f"{self._base}/v1/{call.operation}"
-            async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
+            async with self._session.post(
+                url, data=body, headers=headers, expect100=waits_for_leave, allow_redirects=False
+            ) as response:
                 if response.status != 200:
                     raise _refusal(await read_whole(response, REFUSAL_BYTES_MAX), response.status)
                 yield response
         except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:  # of a name that no host can have
             raise StorageUnreachableError(error) from error
+
+
+def _other_size(start: DeliveryStart, nbytes: int) -> StorageUnreachableError:
+    problem = f"a delivery of {start.delivery_bytes} bytes whose body has {nbytes}"
+    return StorageUnreachableError(ConnectionError(problem))
 
 
 def _refusal(body: bytes, status: int) -> ObjectCacheError:

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from objectcache.adapters.pieces import careful
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 CALL_S = 5.0
@@ -105,11 +105,9 @@ class Etcd:
 
     async def start(self) -> None:
         """Open the connection pool."""
-        connector = careful(aiohttp.TCPConnector(limit=64, ssl=self._tls or True))
+        connector = aiohttp.TCPConnector(limit=64, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=UNENCODED, auto_decompress=False
-        )
+        self._session = careful_session(connector, timeout=timeout, headers=UNENCODED)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -213,7 +211,7 @@ class Etcd:
         try:
             quiet = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._watch_s)
             async with self._open().post(
-                f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet
+                f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet, allow_redirects=False
             ) as response:
                 await _require_good(response)
                 async for line in _lines(response):
@@ -261,14 +259,16 @@ class Etcd:
                 return await self._post(endpoint, path, body)
 
     async def _post(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
-        async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
+        url, headers = f"{endpoint}/v3/{path}", self._headers()
+        async with self._open().post(url, json=body, headers=headers, allow_redirects=False) as response:
             await _require_good(response)
             return parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))
 
     async def _authenticate(self, endpoint: str) -> None:
         name, password = self._account or ("", "")
         body = {"name": name, "password": password}
-        async with self._open().post(f"{endpoint}/v3/auth/authenticate", json=body) as response:
+        url = f"{endpoint}/v3/auth/authenticate"
+        async with self._open().post(url, json=body, allow_redirects=False) as response:
             await _require_good(response)
             self._token = parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))["token"]
 

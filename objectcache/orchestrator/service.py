@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import aiohttp
 
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.document_budget import DocumentBudget
-from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.access import Access
 from objectcache.orchestrator.bodies import Bodies
@@ -63,12 +63,8 @@ class Orchestrator:
         self.readers = Readers(settings.tokenizer)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self.writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
-        self._http = aiohttp.ClientSession(
-            connector=careful(aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=UNENCODED,
-            auto_decompress=False,
-        )
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
+        self._http = careful_session(connector, headers=UNENCODED)
         self.fleet = Fleet(
             settings=settings,
             http=self._http,
