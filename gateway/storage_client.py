@@ -38,7 +38,7 @@ from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
 from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.phases import Phases, delivery_timing
-from objectcache.adapters.threads import HERE_BYTES_MAX, computed
+from objectcache.adapters.threads import HERE_BYTES_MAX, HERE_ITEMS_MAX, computed
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 RESULT_BYTES_MAX = 32 << 20
@@ -147,7 +147,7 @@ class Peer:
         """Make a call whose arguments and result are values; long arguments travel in the body."""
         _refuse_staging(arguments)
         async with self._drained_if_lost(arguments):
-            return await _decoded(call, await self._exchange(call, *call.encode(arguments)))
+            return await _decoded(call, await self._exchange(call, *await _encoded(call, arguments)))
 
     async def send(self, call: PeerCall, arguments: Mapping[str, Any]) -> Any:
         """Make a call with object bytes. If reading the body fails, the body's own error is raised, not the error with
@@ -194,7 +194,7 @@ class Peer:
             return cast(DeliveryOutcome, await self.values(call, arguments))
         sink: BodySink = arguments["sink"]
         phases = Phases(Phase.PLAN)
-        async with self._open(call, *call.encode(arguments)) as response:
+        async with self._open(call, *await _encoded(call, arguments)) as response:
             start = _sensible(lambda: _START.validate_json(_result(response)))
             phases.enter(Phase.GATHER)
             await sink.begin(start)
@@ -255,7 +255,11 @@ class Peer:
         if self._session is None:
             raise RuntimeError("start() was not called")
         text = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
-        body_sha256 = hashlib.sha256(body).hexdigest() if isinstance(body, bytes) else STREAMED_BODY
+        body_sha256 = STREAMED_BODY
+        if isinstance(body, bytes):
+            data = body
+            is_long = len(data) > HERE_BYTES_MAX
+            body_sha256 = await computed(lambda: hashlib.sha256(data).hexdigest(), is_long=is_long)
         headers = {
             CALL_HEADER: text,
             AUTH_HEADER: sign_call(self._secrets.signing, call.operation, text, body_sha256, time.time()),
@@ -315,6 +319,12 @@ def _refuse_staging(arguments: Mapping[str, Any]) -> None:
 
 def _result(response: aiohttp.ClientResponse) -> bytes:
     return _sensible(lambda: base64.urlsafe_b64decode(response.headers[RESULT_HEADER]))
+
+
+async def _encoded(call: PeerCall, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The fields and the document of a call, from a thread where the document names many keys."""
+    keys = () if call.document is None else getattr(arguments[call.document], "chunk_keys", ())
+    return await computed(lambda: call.encode(arguments), is_long=len(keys) > HERE_ITEMS_MAX)
 
 
 async def _decoded(call: PeerCall, result: bytes) -> Any:

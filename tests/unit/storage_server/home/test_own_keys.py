@@ -11,6 +11,7 @@ import pytest
 from descriptors.cluster import VIEW_HEADER, Member, View
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.placement import Placement, key_words
+from objectcache.adapters.threads import HERE_ITEMS_MAX
 from storage_server.home import own_keys
 from storage_server.home.own_keys import OwnKeys
 from tests.unit.played_time import PlayedTime
@@ -141,7 +142,7 @@ async def test_many_keys_are_placed_in_a_thread(monkeypatch: pytest.MonkeyPatch)
     membership.show(1, A, B)
     await turns()
     monkeypatch.setattr(own_keys, "key_words", noted)
-    many = [f"{index:064x}" for index in range(own_keys.HERE_ITEMS_MAX + 1)]
+    many = [f"{index:064x}" for index in range(HERE_ITEMS_MAX + 1)]
     assert (await own.are_own("bucket", many)).any()
     assert threading.get_ident() not in threads
     await own.close()
