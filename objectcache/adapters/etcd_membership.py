@@ -28,6 +28,7 @@ from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found, LongAnswerError
 from objectcache.adapters.membership import MembershipError, OnView
 from objectcache.adapters.renewals import RENEWALS, Renewals
+from objectcache.adapters.shared_runs import SharedRuns
 
 LEASE_S = 10
 REGISTRATIONS_MAX = 3
@@ -85,7 +86,7 @@ class EtcdMembership:
         """When this server's event loop was last seen to run."""
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._reading = asyncio.Lock()
+        self._refreshes = SharedRuns(self._refresh)
         self.is_connected = False
         """Whether etcd has answered the last time that it was asked."""
 
@@ -139,13 +140,15 @@ class EtcdMembership:
             self._keep_lease(self._own, asyncio.get_running_loop())
 
     async def refresh(self) -> None:
-        """Read the members again."""
-        async with self._reading:
-            try:
-                await self._read()
-            except EtcdError as error:
-                self.is_connected = False
-                _log.warning("the members stay as they were: %s", error)
+        """Read the members again: once for all who ask meanwhile."""
+        await self._refreshes.run()
+
+    async def _refresh(self) -> None:
+        try:
+            await self._read()
+        except EtcdError as error:
+            self.is_connected = False
+            _log.warning("the members stay as they were: %s", error)
 
     async def close(self) -> None:
         """Leave the cluster."""
@@ -165,6 +168,7 @@ class EtcdMembership:
             await asyncio.to_thread(self._renewals.stop)
         if self._registering is not None:
             self._tasks.append(self._registering)
+        await self._refreshes.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from descriptors.cluster import ClusterError, Member, View, member_from_fields
+from objectcache.adapters.shared_runs import SharedRuns
 
 _log = logging.getLogger(__name__)
 OnView = Callable[[View], None]
@@ -110,6 +111,7 @@ class FileMembership(StandingMembership):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
+        self._refreshes = SharedRuns(self._refresh)
 
     async def start(self) -> None:
         view = await asyncio.to_thread(read_view, self._path)
@@ -118,7 +120,15 @@ class FileMembership(StandingMembership):
         self._show(view)
 
     async def refresh(self) -> None:
-        """Read the file again. An edition that cannot be used, or whose number is not greater, changes nothing."""
+        """Read the file again, once for all who ask meanwhile. An edition that cannot be used, or whose number is not
+        greater, changes nothing.
+        """
+        await self._refreshes.run()
+
+    async def close(self) -> None:
+        await self._refreshes.close()
+
+    async def _refresh(self) -> None:
         try:
             view = await asyncio.to_thread(read_view, self._path)
         except MembershipError as error:

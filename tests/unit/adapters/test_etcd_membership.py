@@ -38,6 +38,7 @@ class PlayedEtcd:
         self.refusal = EtcdError("the watch ended")
         """The error with which a watch ends."""
         self.watched_from: list[int] = []
+        self.range_count = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -48,6 +49,7 @@ class PlayedEtcd:
     async def create(self, key: str, value: bytes, lease: int = 0) -> None: ...
 
     async def range(self, prefix: str) -> Found:
+        self.range_count += 1
         answer = self.ranges.pop(0) if len(self.ranges) > 1 else self.ranges[0]
         await self.may_answer.wait()
         return answer
@@ -137,6 +139,22 @@ async def test_more_members_than_a_cluster_has_change_nothing_until_they_are_few
     assert names(membership) == "ab"
     await told(etcd, [joins(MEMBERS_MAX + 10, "c")])
     assert (names(membership), membership.is_connected) == ("abc", True)
+    await membership.close()
+
+
+async def test_many_that_look_for_a_later_view_share_what_etcd_is_asked() -> None:
+    """A member that refuses each call as stale would queue all calls of a gateway, one answer of etcd after another."""
+    etcd = PlayedEtcd(found(3, "a"))
+    membership = await joined(etcd)
+    etcd.may_answer.clear()
+    asked = etcd.range_count
+    refreshing = [asyncio.ensure_future(membership.refresh()) for _ in range(100)]
+    await settled()
+    refreshing += [asyncio.ensure_future(membership.refresh()) for _ in range(100)]
+    await settled()
+    etcd.may_answer.set()
+    await asyncio.gather(*refreshing)
+    assert etcd.range_count == asked + 2
     await membership.close()
 
 
