@@ -28,7 +28,7 @@ from descriptors.storage_api import (
 from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
 from gateway.cluster.dividing import divided, made_of
-from gateway.cluster.members import ROUNDS_MAX, Members, nobody
+from gateway.cluster.members import QUESTION_S_MAX, ROUNDS_MAX, Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
 from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, of_whole, tiers_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
@@ -57,7 +57,7 @@ class ClusterPrefixes:
 
             wanted = await made_of(holding, portion)
             looked_up = storage.prefixes.lookup(access_key, bucket, wanted)
-            return await self._members.watched(holding.member, looked_up)
+            return await self._members.watched(holding.member, looked_up, call_s_max=QUESTION_S_MAX)
 
         portions, answers = await self._of_each(bucket, keys, ask)
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
@@ -142,7 +142,7 @@ class ClusterPrefixes:
             )
             asked = storage.prefixes.count_prefix(access_key, bucket, own, descriptor.rdma_target)
             try:
-                return await self._members.watched(holding.member, asked)
+                return await self._members.watched(holding.member, asked, call_s_max=QUESTION_S_MAX)
             except ChunkUnavailable as error:
                 raise of_whole(error, holding.positions) from None
 
