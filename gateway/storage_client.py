@@ -41,8 +41,6 @@ from objectcache.adapters.phases import Phases, delivery_timing
 from objectcache.adapters.threads import HERE_BYTES_MAX, HERE_ITEMS_MAX, computed
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
-RESULT_BYTES_MAX = 32 << 20
-"""The longest answer is the list of all buckets."""
 CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
@@ -173,7 +171,7 @@ class Peer:
         fields = {**call.encode(arguments)[0], "has_sha256": body.has_sha256}
         try:
             async with self._open(call, fields, pieces(), waits_for_leave=waits_for_leave) as response:
-                return await _decoded(call, await read_whole(response, RESULT_BYTES_MAX))
+                return await _decoded(call, await read_whole(response, call.result_bytes_max))
         except ObjectCacheError as error:
             if isinstance(error, StaleViewError):
                 error.took_body = is_taken
@@ -238,7 +236,7 @@ class Peer:
         if not document and len(encoded) > ARGUMENT_BYTES_MAX:
             fields, document = {}, encoded
         async with self._open(call, fields, document) as response:
-            return await read_whole(response, RESULT_BYTES_MAX)
+            return await read_whole(response, call.result_bytes_max)
 
     @asynccontextmanager
     async def _open(

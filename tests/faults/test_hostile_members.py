@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.notices import Mode
 from descriptors.peer_auth import PeerSecrets
+from descriptors.peer_calls import RESULT_BYTES_MAX
 from descriptors.storage_api import SERVER_KEY, DeliveryStart
 from gateway.storage_client import RemoteStorage, StorageUnreachableError
 from objectcache.adapters.etcd import Etcd, EtcdError
@@ -145,3 +146,19 @@ async def test_a_delivery_has_the_bytes_that_its_start_says(nbytes: int) -> None
             await storage.prefixes.deliver(SERVER_KEY, "bucket", DESCRIPTOR, sink)
     assert sink.is_aborted
     assert sink.nbytes <= START.delivery_bytes
+
+
+@pytest.mark.parametrize(("nbytes", "is_read"), [(RESULT_BYTES_MAX - 1, True), (RESULT_BYTES_MAX + 1, False)])
+async def test_an_answer_about_one_thing_is_bounded(nbytes: int, is_read: bool) -> None:
+    """A thousand clients' HEADs at a time would bring 32 GiB."""
+
+    async def answer(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(f"{nbytes:x}\r\n".encode() + b"1".rjust(nbytes) + b"\r\n0\r\n\r\n")
+
+    async with played(answer) as url, storage_at(url) as storage:
+        if is_read:
+            assert await storage.prefixes.count_prefix(SERVER_KEY, "bucket", DESCRIPTOR) == 1
+        else:
+            with pytest.raises(StorageUnreachableError):
+                await storage.prefixes.count_prefix(SERVER_KEY, "bucket", DESCRIPTOR)
