@@ -118,8 +118,12 @@ class MemberPeers:
         storage = self._storages.get(member.endpoint)
         if storage is None:
             storage = RemoteStorage(member.endpoint, self._secrets, lambda: self._membership.view.id, self._tls)
+            there = {each.endpoint for each in self._membership.view.members}
+            left = [self._storages.pop(endpoint) for endpoint in set(self._storages) - there]
             self._storages[member.endpoint] = storage
             await storage.start()
+            for each in left:  # members move and go for ever
+                await each.close()
         return storage
 
     async def close(self) -> None:
