@@ -231,6 +231,28 @@ def test_forms_that_no_header_takes_or_that_are_not_told_are_refused() -> None:
         merged_forms([np.arange(6)], [told(FormRun(EXACT, 5, 4096))], WHOLE)
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [FormRun("kivi4-1", 10**9, 1300), FormRun("kivi4-1", 6 - 10**9, 1300)],
+        [FormRun("kivi4-1", 6, -1300)],
+        [FormRun("kivi4-1", 6, 0)],
+        [FormRun("kivi4-1", 6, 4097)],
+        [FormRun("kivi4-1", 6, 10**30)],
+        [FormRun(EXACT, 6, 4095)],
+        [FormRun("a\r\nb", 6, 1300)],
+        [FormRun("x" * 10_000, 6, 1300)],
+    ],
+    ids=["counts", "negative", "none", "too long", "huge", "short exact", "lines", "long name"],
+)
+def test_forms_that_cannot_be_are_refused(runs: list[FormRun]) -> None:
+    """A member says how many bytes a window of the merged body has, and what stands in a header."""
+    with pytest.raises(WrongFormsError, match="a member tells"):
+        merged_forms([np.arange(6)], [told(*runs)], WHOLE)
+    with pytest.raises(WrongFormsError, match="a member tells"):
+        merged_forms([np.arange(6)], [told(FormRun("kivi4-1", 6, 1300), worst=float("nan"))], WHOLE)
+
+
 async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone() -> None:
     asked = 0
 
