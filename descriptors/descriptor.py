@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.layer_forms import CODEC_NAME
 from descriptors.layout import ChunkLayout
 
 PROTOCOL_VERSION = 1
@@ -38,7 +39,6 @@ DESCRIPTOR_BYTES_MAX = 16 << 20
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{16,64}\Z")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
-_CODEC = re.compile(r"[a-z0-9._-]{1,32}\Z")
 
 
 class Delivery(Enum):
@@ -123,7 +123,7 @@ class Accept:
         if not 1 <= len(self.codecs) <= ACCEPTED_CODECS_MAX:
             raise invalid("accept", f"needs 1 to {ACCEPTED_CODECS_MAX} codecs, not {len(self.codecs)}")
         for index, codec in enumerate(self.codecs):
-            if not isinstance(codec, str) or not _CODEC.match(codec):
+            if not isinstance(codec, str) or not CODEC_NAME.match(codec):
                 raise invalid(f"accept[{index}]", "must be 1 to 32 characters of a-z 0-9 . _ -")
         if len(set(self.codecs)) != len(self.codecs):
             raise invalid("accept", "names a codec twice")

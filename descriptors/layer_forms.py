@@ -11,12 +11,14 @@ the other at the beginning of the chunk's L*S bytes.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 EXACT = "exact"
+CODEC_NAME = re.compile(r"[a-z0-9._-]{1,32}\Z")
 RUNS_MAX = 64
 """A server sends the chunks after so many runs in their exact form, as one more run: the text has to fit into a notice.
 """
@@ -94,6 +96,25 @@ def parse_forms(text: str) -> LayerForms:
         worst, mean = float(errors[1]), float(errors[2])
     except ValueError:
         raise WrongFormsError(f"{text[:100]!r} has no numbers where there should be some") from None
-    if any(run.chunk_count < 1 or run.layer_bytes < 1 for run in found) or not all(map(math.isfinite, (worst, mean))):
+    forms = LayerForms(found, worst, mean)
+    if not _can_be(forms):
         raise WrongFormsError(f"{text[:100]!r} has numbers that cannot be")
-    return LayerForms(found, worst, mean)
+    return forms
+
+
+def require_forms(forms: LayerForms | None, chunk_count: int, layer_bytes: int) -> LayerForms:
+    """The forms, where they can be those of so many chunks whose exact layers have `layer_bytes`. Raises
+    WrongFormsError: a member of a cluster may tell anything.
+    """
+    if forms is None or len(forms.runs) > MERGED_RUNS_MAX or not _can_be(forms) or forms.chunk_count != chunk_count:
+        raise WrongFormsError("a member tells no forms of its chunks")
+    for run in forms.runs:
+        fits = run.layer_bytes == layer_bytes if run.codec == EXACT else run.layer_bytes <= layer_bytes
+        if not fits or not CODEC_NAME.match(run.codec):
+            raise WrongFormsError("a member tells forms that its chunks cannot have")
+    return forms
+
+
+def _can_be(forms: LayerForms) -> bool:
+    numbers_fit = all(run.chunk_count >= 1 and run.layer_bytes >= 1 for run in forms.runs)
+    return numbers_fit and math.isfinite(forms.worst_error) and math.isfinite(forms.mean_error)

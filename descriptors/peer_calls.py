@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -34,13 +34,17 @@ from descriptors.messages import (
     registration_body,
     renewal_body,
 )
-from descriptors.objects import ReadHead
+from descriptors.objects import ListPage, PartPage, ReadHead, UploadPage
 from descriptors.storage_api import ROLES, Body, BodySink
 
 RESULT_HEADER = "x-objectcache-result"
 CALL_BYTES_MAX = 65_536
 ARGUMENT_BYTES_MAX = 16_384
 DIGESTS_BYTES_MAX = 4_096
+RESULT_BYTES_MAX = 1 << 20
+"""The result of a call that is about one thing. The longest is where each of 65,536 chunks lies."""
+RESULTS_BYTES_MAX = 32 << 20
+"""The result of a call that lists things: the longest is the list of all buckets."""
 DOCUMENTS: Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     Descriptor: (encode_binary, decode_peer_descriptor),
     LookupRequest: (lookup_body, parse_lookup),
@@ -104,6 +108,13 @@ class PeerCall:
             _, read = DOCUMENTS[self.types[self.document]]
             arguments[self.document] = read(document)
         return arguments
+
+    @property
+    def result_bytes_max(self) -> int:
+        """How long the result may be: somebody at a member's address may answer many calls at once with anything."""
+        is_list = get_origin(self.result_type) is list or self.result_type in (ListPage, PartPage, UploadPage)
+        is_text = self.operation == "status.metrics"
+        return RESULTS_BYTES_MAX if is_list or is_text else RESULT_BYTES_MAX
 
     def encode_result(self, result: Any) -> bytes:
         """The result of the call, as JSON."""

@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from descriptors.cluster import Member, View
 
+CELLS_MAX = 1 << 16
+"""So many scores are computed at once: those of a long prefix for many members would take gigabytes."""
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
@@ -68,13 +70,19 @@ class Placement:
         """
         if len(self.members) == 1 and not without:
             return np.zeros(len(keys), dtype=np.int64)
-        scores = self.scores(key_words(bucket, keys))
-        if without:
-            left_out = np.array([member.name in without for member in self.members])
-            if left_out.all():
-                raise ValueError("every member is left out")
+        return self.keepers_of(key_words(bucket, keys), without)
+
+    def keepers_of(self, words: _Words, without: Collection[str] = ()) -> Indices:
+        """As `keepers`, of keys whose `key_words` these are."""
+        left_out = np.array([member.name in without for member in self.members])
+        if left_out.all():
+            raise ValueError("every member is left out")
+        nearest = np.empty(len(words), dtype=np.int64)
+        step = max(1, CELLS_MAX // len(self.members))
+        for start in range(0, len(words), step):
+            scores = self.scores(words[start : start + step])
             scores[:, left_out] = -1.0
-        nearest: Indices = scores.argmax(axis=1)
+            nearest[start : start + step] = scores.argmax(axis=1)
         return nearest
 
     def order(self, bucket: str, key: str) -> list[Member]:

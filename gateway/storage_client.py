@@ -36,12 +36,11 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.phases import Phases, delivery_timing
-from objectcache.adapters.threads import HERE_BYTES_MAX, computed
-from objectcache.adapters.whole_answers import read_whole
+from objectcache.adapters.threads import HERE_BYTES_MAX, HERE_ITEMS_MAX, computed
+from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
-RESULT_BYTES_MAX = 32 << 20
-"""The longest answer is the list of all buckets."""
 CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
@@ -135,9 +134,7 @@ class Peer:
         else:
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, max_field_size=65_536
-        )
+        self._session = careful_session(connector, timeout=timeout, headers=UNENCODED, max_field_size=65_536)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -148,7 +145,7 @@ class Peer:
         """Make a call whose arguments and result are values; long arguments travel in the body."""
         _refuse_staging(arguments)
         async with self._drained_if_lost(arguments):
-            return await _decoded(call, await self._exchange(call, *call.encode(arguments)))
+            return await _decoded(call, await self._exchange(call, *await _encoded(call, arguments)))
 
     async def send(self, call: PeerCall, arguments: Mapping[str, Any]) -> Any:
         """Make a call with object bytes. If reading the body fails, the body's own error is raised, not the error with
@@ -174,7 +171,7 @@ class Peer:
         fields = {**call.encode(arguments)[0], "has_sha256": body.has_sha256}
         try:
             async with self._open(call, fields, pieces(), waits_for_leave=waits_for_leave) as response:
-                return await _decoded(call, await read_whole(response, RESULT_BYTES_MAX))
+                return await _decoded(call, await read_whole(response, call.result_bytes_max))
         except ObjectCacheError as error:
             if isinstance(error, StaleViewError):
                 error.took_body = is_taken
@@ -195,16 +192,20 @@ class Peer:
             return cast(DeliveryOutcome, await self.values(call, arguments))
         sink: BodySink = arguments["sink"]
         phases = Phases(Phase.PLAN)
-        async with self._open(call, *call.encode(arguments)) as response:
+        async with self._open(call, *await _encoded(call, arguments)) as response:
             start = _sensible(lambda: _START.validate_json(_result(response)))
             phases.enter(Phase.GATHER)
             await sink.begin(start)
             relayed_bytes = 0
             try:
                 async for piece in _body(response):
+                    relayed_bytes += len(piece)
+                    if relayed_bytes > start.delivery_bytes:
+                        raise _other_size(start, relayed_bytes)
                     with phases.during(Phase.TRANSFER):
                         await sink.write(memoryview(piece))
-                    relayed_bytes += len(piece)
+                if relayed_bytes < start.delivery_bytes:
+                    raise _other_size(start, relayed_bytes)
             except BaseException:
                 sink.abort()
                 raise
@@ -235,7 +236,7 @@ class Peer:
         if not document and len(encoded) > ARGUMENT_BYTES_MAX:
             fields, document = {}, encoded
         async with self._open(call, fields, document) as response:
-            return await read_whole(response, RESULT_BYTES_MAX)
+            return await read_whole(response, call.result_bytes_max)
 
     @asynccontextmanager
     async def _open(
@@ -252,7 +253,11 @@ class Peer:
         if self._session is None:
             raise RuntimeError("start() was not called")
         text = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
-        body_sha256 = hashlib.sha256(body).hexdigest() if isinstance(body, bytes) else STREAMED_BODY
+        body_sha256 = STREAMED_BODY
+        if isinstance(body, bytes):
+            data = body
+            is_long = len(data) > HERE_BYTES_MAX
+            body_sha256 = await computed(lambda: hashlib.sha256(data).hexdigest(), is_long=is_long)
         headers = {
             CALL_HEADER: text,
             AUTH_HEADER: sign_call(self._secrets.signing, call.operation, text, body_sha256, time.time()),
@@ -264,12 +269,19 @@ class Peer:
             headers[VIEW_HEADER] = str(self._view_id())
         try:
             url = f"{self._base}/v1/{call.operation}"
-            async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
+            async with self._session.post(
+                url, data=body, headers=headers, expect100=waits_for_leave, allow_redirects=False
+            ) as response:
                 if response.status != 200:
                     raise _refusal(await read_whole(response, REFUSAL_BYTES_MAX), response.status)
                 yield response
         except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:  # of a name that no host can have
             raise StorageUnreachableError(error) from error
+
+
+def _other_size(start: DeliveryStart, nbytes: int) -> StorageUnreachableError:
+    problem = f"a delivery of {start.delivery_bytes} bytes whose body has {nbytes}"
+    return StorageUnreachableError(ConnectionError(problem))
 
 
 def _refusal(body: bytes, status: int) -> ObjectCacheError:
@@ -305,6 +317,12 @@ def _refuse_staging(arguments: Mapping[str, Any]) -> None:
 
 def _result(response: aiohttp.ClientResponse) -> bytes:
     return _sensible(lambda: base64.urlsafe_b64decode(response.headers[RESULT_HEADER]))
+
+
+async def _encoded(call: PeerCall, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The fields and the document of a call, from a thread where the document names many keys."""
+    keys = () if call.document is None else getattr(arguments[call.document], "chunk_keys", ())
+    return await computed(lambda: call.encode(arguments), is_long=len(keys) > HERE_ITEMS_MAX)
 
 
 async def _decoded(call: PeerCall, result: bytes) -> Any:

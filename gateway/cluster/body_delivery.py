@@ -24,11 +24,12 @@ from descriptors.storage_api import (
     Grant,
 )
 from descriptors.tracing import Phase
+from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.forms import merged_forms
 from gateway.cluster.hedging import Step
 from gateway.cluster.members import ROUNDS_MAX, Members, nobody, stopped
 from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Slices, Window, windows
-from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
+from gateway.cluster.split import Holding, descriptor_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 from objectcache.adapters.phases import Phases, delivery_timing
 
@@ -101,7 +102,8 @@ class BodyDelivery:
         raises NotEncodedError where nothing has been sent, and the same is to be done without.
         """
         try:
-            first = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+            keys = self._descriptor.chunk_keys
+            first = await divided(self._members.placement, self._bucket, keys, self._without)
         except ValueError:
             raise nobody() from None
         self._portions = [await self._begin(holding, 0) for holding in first]
@@ -265,7 +267,7 @@ class BodyDelivery:
         positions = portion.holding.positions[portion.holding.positions >= place.position]
         without, keys = self._without | {portion.holding.member.name}, self._descriptor.chunk_keys
         try:
-            others = holdings_at(self._members.placement, self._bucket, keys, positions, without)
+            others = await divided(self._members.placement, self._bucket, keys, without, positions)
         except ValueError:
             return []
         if not self._members.hedging.begin(place.nbytes):
@@ -275,14 +277,19 @@ class BodyDelivery:
     async def _begin(self, holding: Holding, first_layer: int) -> _Portion:
         """Ask a member for its holding, from this layer on."""
         index, self.begun_count = self.begun_count, self.begun_count + 1
-        wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
-        wanted = replace(wanted, accept=self._accept)
+
+        def portion() -> Descriptor:
+            wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
+            return replace(wanted, accept=self._accept)
+
+        wanted = await made_of(holding, portion)
         storage = await self._members.storage(holding.member)
         body = PortionBody(partial(self._members.require_alive, holding.member))
 
         async def bring() -> None:
             try:
                 await storage.prefixes.deliver(self._access_key, self._bucket, wanted, body)
+                body.fail(StorageUnreachableError(ConnectionError("a portion that ended early")))
             except Exception as error:
                 body.fail(error)
 
@@ -309,9 +316,8 @@ class BodyDelivery:
             raise reason
         positions = portion.holding.positions[portion.holding.positions >= position]
         try:
-            others = holdings_at(
-                self._members.placement, self._bucket, self._descriptor.chunk_keys, positions, self._without
-            )
+            keys = self._descriptor.chunk_keys
+            others = await divided(self._members.placement, self._bucket, keys, self._without, positions)
         except ValueError:
             raise nobody() from reason
         begun = [await self._begin(holding, layer) for holding in others]

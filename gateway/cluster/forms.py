@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from descriptors.descriptor import Descriptor
-from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, WrongFormsError
+from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, WrongFormsError, require_forms
 from descriptors.placement import Indices
 
 
@@ -19,8 +19,7 @@ def merged_forms(positions: Sequence[Indices], told: Sequence[LayerForms | None]
     kinds = [(EXACT, whole.per_layer_chunk_bytes)] * whole.chunk_count
     worst, total = 0.0, 0.0
     for own, forms in zip(positions, told, strict=True):
-        if forms is None or forms.chunk_count != len(own):
-            raise WrongFormsError("a member tells no forms of its chunks")
+        forms = require_forms(forms, len(own), whole.per_layer_chunk_bytes)
         mine = ((run.codec, run.layer_bytes) for run in forms.runs for _ in range(run.chunk_count))
         for position, kind in zip(own.tolist(), mine, strict=True):
             kinds[position] = kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -24,6 +25,8 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 4.0
 """A member that could not be reached is asked again after a pause, which doubles with each failure."""
 STALL_S = 2.0
 """The time without an answer, or without a byte, after which a member is asked whether it is there."""
+QUESTION_S_MAX = 60.0
+"""A member that is there and takes longer for a count of its chunks counts as gone: its disk may hang, for example."""
 ALIVE_S = 1.0
 """A member that takes longer for an answer without work counts as gone."""
 PACED_AGENTS_MAX = 4_096
@@ -134,13 +137,19 @@ class Members:
         except ObjectCacheError:
             return  # a refusal is an answer
 
-    async def watched(self, member: Member, call: Coroutine[Any, Any, _T], stall_s: float = STALL_S) -> _T:
+    async def watched(
+        self, member: Member, call: Coroutine[Any, Any, _T], stall_s: float = STALL_S, call_s_max: float = math.inf
+    ) -> _T:
         """The result of a call that may take long. The member is asked whether it is there whenever nothing has come
-        for `stall_s`. Raises StorageUnreachableError where it is not; then the call is not awaited any more.
+        for `stall_s`. Raises StorageUnreachableError where it is not, and where the call takes longer than
+        `call_s_max`; then the call is not awaited any more.
         """
-        task = asyncio.ensure_future(call)
+        task, loop = asyncio.ensure_future(call), asyncio.get_running_loop()
+        too_late_s = loop.time() + call_s_max
         try:
             while not (await asyncio.wait([task], timeout=stall_s))[0]:
+                if loop.time() > too_late_s:
+                    raise StorageUnreachableError(TimeoutError("an answer takes too long"))
                 await self.require_alive(member)
             return task.result()
         finally:

@@ -17,9 +17,10 @@ from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, Se
 from descriptors.placement import Indices
 from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
 from gateway.cluster.agents import UNKNOWN, may_still_write
+from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.hedging import Step
 from gateway.cluster.members import Members, nobody, stopped
-from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
+from gateway.cluster.split import Holding, descriptor_of, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class MemoryDelivery:
         client's connection without an answer, where that cannot be known.
         """
         try:
-            portions = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+            keys = self._descriptor.chunk_keys
+            portions = await divided(self._members.placement, self._bucket, keys, self._without)
         except ValueError:
             raise nobody() from None
         tasks = [
@@ -192,8 +194,15 @@ class MemoryDelivery:
 
     def _asked_of(self, portion: _Portion, member: Member) -> asyncio.Task[DeliveryOutcome]:
         holding, attempt = Holding(member, portion.positions), next(portion.attempts)
-        wanted = descriptor_of(self._descriptor, holding, portion.index, portion.count, attempt=attempt)
-        return asyncio.create_task(self._members.watched(member, self._ask(member, wanted)))
+
+        async def ask() -> DeliveryOutcome:
+            wanted = await made_of(
+                holding,
+                lambda: descriptor_of(self._descriptor, holding, portion.index, portion.count, attempt=attempt),
+            )
+            return await self._members.watched(member, self._ask(member, wanted))
+
+        return asyncio.create_task(ask())
 
     def _nbytes_of(self, portion: _Portion) -> int:
         return self._descriptor.layout.delivery_bytes(len(portion.positions))

@@ -20,9 +20,15 @@ from descriptors.placement import Indices
 from descriptors.storage_api import DeliveryStart, Patience, Spans
 from descriptors.units import MIB
 from gateway.cluster.members import STALL_S
+from gateway.storage_client import StorageUnreachableError
 from objectcache.adapters import native
+from objectcache.adapters.reading_pace import ReadingPace
 
 WINDOW_BYTES = 4 * MIB
+PATIENCE = Patience(window_s=60.0, least_bytes_per_s=1024.0)
+"""A portion that has begun and is waited for comes no slower, or others are asked for it. Links may make it slow, too,
+so this is far below what a link gives.
+"""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -43,12 +49,13 @@ class PortionBody:
     """The body of one portion, as a BodySink for the storage side and as a reader for the merge. The storage side puts
     bytes into their places as they come, and waits where nobody wants any, so that nothing of a portion is kept here
     but the bytes that its connection has just brought. When nothing has come for `stall_s`, `require_alive` is called,
-    which raises where the portion's server is gone.
+    which raises where the portion's server is gone. A server that is there and hardly brings anything counts as gone.
     """
 
     def __init__(self, require_alive: Callable[[], Awaitable[None]], stall_s: float = STALL_S) -> None:
         self._require_alive = require_alive
         self._stall_s = stall_s
+        self._pace = ReadingPace(PATIENCE)
         self._start: DeliveryStart | None = None
         self._places: Places | None = None
         self._skipped_bytes = 0
@@ -137,6 +144,8 @@ class PortionBody:
         except TimeoutError:
             if self.read_bytes == before_bytes:
                 await self._require_alive()
+            if self._start is not None and self._pace.is_too_slow(self._stall_s, self.read_bytes - before_bytes):
+                raise StorageUnreachableError(TimeoutError("a portion comes too slowly")) from None
             return
         self._came.clear()
 

@@ -27,9 +27,10 @@ from descriptors.storage_api import (
 )
 from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
-from gateway.cluster.members import ROUNDS_MAX, Members, nobody
+from gateway.cluster.dividing import divided, made_of
+from gateway.cluster.members import QUESTION_S_MAX, ROUNDS_MAX, Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings_at, matched_of, of_whole, tiers_of
+from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, of_whole, tiers_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
@@ -49,10 +50,14 @@ class ClusterPrefixes:
 
         async def ask(holding: Holding) -> LookupAnswer:
             storage = await self._members.storage(holding.member)
-            own = tuple([keys[position] for position in holding.positions.tolist()])
-            wanted = LookupRequest(own, request.lease_s, asked, tiers=request.tiers)
+
+            def portion() -> LookupRequest:
+                own = tuple([keys[position] for position in holding.positions.tolist()])
+                return LookupRequest(own, request.lease_s, asked, tiers=request.tiers)
+
+            wanted = await made_of(holding, portion)
             looked_up = storage.prefixes.lookup(access_key, bucket, wanted)
-            return await self._members.watched(holding.member, looked_up)
+            return await self._members.watched(holding.member, looked_up, call_s_max=QUESTION_S_MAX)
 
         portions, answers = await self._of_each(bucket, keys, ask)
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
@@ -132,10 +137,12 @@ class ClusterPrefixes:
         async def ask(holding: Holding) -> int:
             storage = await self._members.storage(holding.member)
             moves_nothing = replace(descriptor, rdma_target=None)
-            own = descriptor_of(moves_nothing, holding, 0, 1, on_missing=descriptor.on_missing)
+            own = await made_of(
+                holding, lambda: descriptor_of(moves_nothing, holding, 0, 1, on_missing=descriptor.on_missing)
+            )
             asked = storage.prefixes.count_prefix(access_key, bucket, own, descriptor.rdma_target)
             try:
-                return await self._members.watched(holding.member, asked)
+                return await self._members.watched(holding.member, asked, call_s_max=QUESTION_S_MAX)
             except ChunkUnavailable as error:
                 raise of_whole(error, holding.positions) from None
 
@@ -171,7 +178,7 @@ class ClusterPrefixes:
         or that does not know the client's memory, are asked of the next in their order; it is added to `without`.
         """
         without = set(self._members.unreachable) if without is None else without
-        waiting = self._elsewhere(bucket, keys, np.arange(len(keys)), without, None)
+        waiting = await self._elsewhere(bucket, keys, np.arange(len(keys)), without, None)
         portions: list[Holding] = []
         answers: list[_T] = []
         round_count = 0
@@ -209,11 +216,11 @@ class ClusterPrefixes:
             waiting = [
                 portion
                 for holding in lost
-                for portion in self._elsewhere(bucket, keys, holding.positions, without, unknown)
+                for portion in await self._elsewhere(bucket, keys, holding.positions, without, unknown)
             ]
         return portions, answers
 
-    def _elsewhere(
+    async def _elsewhere(
         self,
         bucket: str,
         keys: Sequence[str],
@@ -222,7 +229,7 @@ class ClusterPrefixes:
         unknown: ObjectCacheError | None,
     ) -> list[Holding]:
         try:
-            return holdings_at(self._members.placement, bucket, keys, positions, without)
+            return await divided(self._members.placement, bucket, keys, without, positions)
         except ValueError:
             raise unknown or nobody() from None
 

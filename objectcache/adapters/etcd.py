@@ -11,12 +11,12 @@ import base64
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
-from objectcache.adapters.pieces import careful
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 CALL_S = 5.0
@@ -45,6 +45,10 @@ class _TokenError(EtcdError):
 
 class CompactedError(EtcdError):
     """The revision from which a watch was to begin is no longer kept."""
+
+
+class LongAnswerError(EtcdError):
+    """An answer has more values than are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,9 @@ class Etcd:
 
     async def start(self) -> None:
         """Open the connection pool."""
-        connector = careful(aiohttp.TCPConnector(limit=64, ssl=self._tls or True))
+        connector = aiohttp.TCPConnector(limit=64, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=UNENCODED, auto_decompress=False
-        )
+        self._session = careful_session(connector, timeout=timeout, headers=UNENCODED)
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -132,8 +134,25 @@ class Etcd:
                     return Found(cluster_id, revision, tuple(entries))
                 after_last = base64.b64decode(found[-1]["key"]) + b"\0"
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise EtcdError(f"etcd's answer makes no sense: {type(error).__name__} {error}") from error
+                raise _senseless(error) from error
             bounds |= {"key": base64.b64encode(after_last).decode(), "revision": str(revision)}
+
+    async def latest(self, prefix: str, before: Found) -> Found:
+        """The entries under a prefix as `range` reads them, where `before` is an earlier reading: the same tuple of
+        entries if none has been written or deleted since, which costs etcd one number and no entries. Raises EtcdError.
+        """
+        written_since = {"min_mod_revision": str(before.revision + 1), "keys_only": True}
+        answer = await self.call("kv/range", {"key": _b64(prefix), "range_end": _b64(_after(prefix)), **written_since})
+        try:
+            header = answer["header"]
+            revision, count = int(header["revision"]), int(answer.get("count", 0))
+            is_same_etcd = int(header["cluster_id"]) == before.cluster_id and revision >= before.revision
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _senseless(error) from error
+        # a key that was deleted and made again has been written since: of as many keys as before none is missing
+        if is_same_etcd and not answer.get("kvs") and count == len(before.entries):
+            return replace(before, revision=revision)
+        return await self.range(prefix)
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Set a key. Raises EtcdError."""
@@ -185,7 +204,8 @@ class Etcd:
 
     async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
         """The changes under a prefix from a revision on, as they are made. Raises EtcdError when the connection ends,
-        when nothing comes for `watch_s`, and where etcd is not the cluster of this id; CompactedError.
+        when nothing comes for `watch_s`, and where etcd is not the cluster of this id; CompactedError; LongAnswerError
+        for more changes at once than are parsed.
         """
         body = {
             "create_request": {
@@ -199,7 +219,7 @@ class Etcd:
         try:
             quiet = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._watch_s)
             async with self._open().post(
-                f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet
+                f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet, allow_redirects=False
             ) as response:
                 await _require_good(response)
                 async for line in _lines(response):
@@ -247,14 +267,16 @@ class Etcd:
                 return await self._post(endpoint, path, body)
 
     async def _post(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
-        async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
+        url, headers = f"{endpoint}/v3/{path}", self._headers()
+        async with self._open().post(url, json=body, headers=headers, allow_redirects=False) as response:
             await _require_good(response)
             return parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))
 
     async def _authenticate(self, endpoint: str) -> None:
         name, password = self._account or ("", "")
         body = {"name": name, "password": password}
-        async with self._open().post(f"{endpoint}/v3/auth/authenticate", json=body) as response:
+        url = f"{endpoint}/v3/auth/authenticate"
+        async with self._open().post(url, json=body, allow_redirects=False) as response:
             await _require_good(response)
             self._token = parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))["token"]
 
@@ -303,7 +325,7 @@ def parsed_answer(text: bytes) -> Any:
     Raises EtcdError, json.JSONDecodeError.
     """
     if text.count(b",") + text.count(b"[") + text.count(b"{") > VALUES_MAX:
-        raise EtcdError(f"etcd's answer has more than {VALUES_MAX} values")
+        raise LongAnswerError(f"etcd's answer has more than {VALUES_MAX} values")
     try:
         found = json.loads(text)
     except RecursionError:
@@ -311,6 +333,10 @@ def parsed_answer(text: bytes) -> Any:
     if not isinstance(found, dict):
         raise EtcdError("etcd's answer is no JSON object")
     return found
+
+
+def _senseless(error: Exception) -> EtcdError:
+    return EtcdError(f"etcd's answer makes no sense: {type(error).__name__} {error}")
 
 
 def _b64(data: str | bytes) -> str:

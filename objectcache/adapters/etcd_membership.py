@@ -4,6 +4,10 @@ renewed in a thread of its own (`adapters.renewals`).
 The number of a view is the revision of etcd that it was true at. While etcd cannot be reached the last view stays in
 force; entries whose leases end meanwhile leave only when etcd says so.
 
+A watch can be silent although members change: a node of etcd that has lost its majority tells nothing, and does not end
+its watches. So each renewal of a lease also reads, with a majority of etcd, whether the members have changed, and a
+member holds its lease only as long as its view was the latest within the time of a lease.
+
     PREFIX/cluster          the cluster's id, made once
     PREFIX/members/NAME     {"name": …, "endpoint": …, "weight": …, "is_draining": …}, under the server's lease
 """
@@ -19,11 +23,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
+from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields, require_name
 from objectcache.adapters.breaker import back_off_s
-from objectcache.adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found
+from objectcache.adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found, LongAnswerError
 from objectcache.adapters.membership import MembershipError, OnView
 from objectcache.adapters.renewals import RENEWALS, Renewals
+from objectcache.adapters.shared_runs import SharedRuns
 
 LEASE_S = 10
 REGISTRATIONS_MAX = 3
@@ -71,13 +76,17 @@ class EtcdMembership:
         self._has_gone_back = False
         """Whether etcd has told less than it had before: from then on nothing of it is taken."""
         self._lease_until_s = 0.0
+        self._latest: Found | None = None
+        """The last reading of all entries that the view in force has taken, while it has this server's own entry."""
+        self._latest_until_s = 0.0
+        """Until when the view counts as the latest: the time of a lease after a majority of etcd was asked for it."""
         self._renewals: Renewals | None = None
         self._registering: asyncio.Task[None] | None = None
         self._loop_seen_s = 0.0
         """When this server's event loop was last seen to run."""
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._reading = asyncio.Lock()
+        self._refreshes = SharedRuns(self._refresh)
         self.is_connected = False
         """Whether etcd has answered the last time that it was asked."""
 
@@ -91,8 +100,8 @@ class EtcdMembership:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether this server's lease has surely not ended, by its own clock."""
-        return time.monotonic() < self._lease_until_s
+        """Whether this server's lease has surely not ended, and no view was later a lease ago, by its own clock."""
+        return time.monotonic() < min(self._lease_until_s, self._latest_until_s)
 
     @property
     def registration_count(self) -> int:
@@ -118,7 +127,8 @@ class EtcdMembership:
             self._known_id = cluster_id
             if self._own is not None:
                 await self._register(self._own)
-            self._take(await self._etcd.range(self._members_prefix))
+            began_s = time.monotonic()
+            self._take(await self._etcd.range(self._members_prefix), began_s)
         except EtcdError as error:
             await self._etcd.close()
             raise MembershipError(f"etcd: {error}") from None
@@ -130,13 +140,15 @@ class EtcdMembership:
             self._keep_lease(self._own, asyncio.get_running_loop())
 
     async def refresh(self) -> None:
-        """Read the members again."""
-        async with self._reading:
-            try:
-                await self._read()
-            except EtcdError as error:
-                self.is_connected = False
-                _log.warning("the members stay as they were: %s", error)
+        """Read the members again: once for all who ask meanwhile."""
+        await self._refreshes.run()
+
+    async def _refresh(self) -> None:
+        try:
+            await self._read()
+        except EtcdError as error:
+            self.is_connected = False
+            _log.warning("the members stay as they were: %s", error)
 
     async def close(self) -> None:
         """Leave the cluster."""
@@ -156,6 +168,7 @@ class EtcdMembership:
             await asyncio.to_thread(self._renewals.stop)
         if self._registering is not None:
             self._tasks.append(self._registering)
+        await self._refreshes.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -177,7 +190,12 @@ class EtcdMembership:
     async def _cluster_id(self) -> str:
         made = f"kv-{secrets.token_hex(8)}"
         there = await self._etcd.create(f"{self._prefix}/cluster", made.encode())
-        return made if there is None else there.value.decode(errors="replace")
+        if there is None:
+            return made
+        try:
+            return require_name(there.value.decode(errors="replace"), f"the id in {self._prefix}/cluster")
+        except ClusterError as error:
+            raise MembershipError(f"etcd: {error}") from None
 
     async def _register(self, own: Member) -> None:
         """Put this member's entry under a new lease. An entry of the same endpoint is ours, of an earlier life. Raises
@@ -190,7 +208,8 @@ class EtcdMembership:
             there = await self._etcd.create(key, value, lease)
             if there is not None:
                 if _endpoint(there) != own.endpoint:
-                    raise MembershipError(f"another server is the member {own.name}, at {_endpoint(there)}")
+                    where = _endpoint(there) or "no endpoint that can be read"
+                    raise MembershipError(f"another server is the member {own.name}, at {where}")
                 if not await self._etcd.replace(there, value, lease):
                     continue
             self._lease, self._lease_until_s = lease, began_s + self._lease_s
@@ -215,6 +234,11 @@ class EtcdMembership:
                 is_started = True
             return await etcd.keep_alive(lease)
 
+        async def latest(before: Found | None) -> Found:
+            return await (
+                etcd.range(self._members_prefix) if before is None else etcd.latest(self._members_prefix, before)
+            )
+
         def renew() -> None:
             lease, began_s = self._lease, time.monotonic()
             loop.call_soon_threadsafe(self._see_loop)
@@ -223,15 +247,21 @@ class EtcdMembership:
                 raise EtcdError(f"the event loop has stood still for {still_s:.0f} s")
             try:
                 is_kept = runner.run(keep_alive(lease))
+                if is_kept and lease == self._lease:
+                    self._lease_until_s = max(self._lease_until_s, began_s + self._lease_s)
+                before, known, asked_s = self._latest, self._known_revision, time.monotonic()
+                found = runner.run(latest(before)) if is_kept else None
             except BaseException:
                 self.is_connected = False
                 raise
             self.is_connected = True
-            if not is_kept:
+            if found is None:
                 loop.call_soon_threadsafe(self._register_again, lease)
                 raise EtcdError("it has ended; the member registers again")
-            if lease == self._lease:
-                self._lease_until_s = max(self._lease_until_s, began_s + self._lease_s)
+            if before is not None and found.entries is before.entries and found.revision >= known:
+                self._note_latest(asked_s)  # also while the event loop is busy
+            else:
+                loop.call_soon_threadsafe(self._take_found, found, asked_s, known)
 
         def end() -> None:
             runner.run(etcd.close())
@@ -266,12 +296,13 @@ class EtcdMembership:
             try:
                 if failed_count:  # an etcd that has gone back would let the watch wait in silence
                     await self._read()
-                async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
-                    failed_count = 0
-                    self._apply(changes)
-            except CompactedError:
-                _log.info("the changes of the members since %d are kept no more", self._seen)
-                await self._read_anew()
+                try:
+                    async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
+                        failed_count = 0
+                        self._apply(changes)
+                except (CompactedError, LongAnswerError) as error:
+                    _log.info("the changes of the members since %d are not told: %s", self._seen, error)
+                    await self._read_anew()
             except Exception as error:
                 failed_count += 1
                 self.is_connected = False
@@ -281,24 +312,39 @@ class EtcdMembership:
 
     async def _read(self) -> None:
         """Read the members. Raises EtcdError."""
-        known = max(self._seen, self._view.number)
-        self._take(await self._etcd.range(self._members_prefix), known)
+        known, asked_s = self._known_revision, time.monotonic()
+        self._take(await self._etcd.range(self._members_prefix), asked_s, known)
+
+    @property
+    def _known_revision(self) -> int:
+        """A revision that etcd has had."""
+        return max(self._seen, self._view.number)
+
+    def _note_latest(self, asked_s: float) -> None:
+        """The view was the latest when etcd was asked, at `asked_s`."""
+        self._latest_until_s = max(self._latest_until_s, asked_s + self._lease_s)
 
     async def _read_anew(self) -> None:
-        """Read all, after changes that were not seen: the members may have been others meanwhile."""
-        try:
-            found = await self._etcd.range(self._members_prefix)
-        except EtcdError as error:
-            _log.warning("the members stay as they were: %s", error)
-            return
-        self._take(found)
+        """Read all, after changes that were not seen: the members may have been others meanwhile. Raises EtcdError."""
+        asked_s = time.monotonic()
+        found = await self._etcd.range(self._members_prefix)
+        self._take(found, asked_s)
         if found.cluster_id == self._etcd_id:
             self._seen = max(self._seen, found.revision)
-            self._tell(found.revision)
+            self._tell_missed(found.revision)
 
-    def _take(self, found: Found, known: int = 0) -> None:
-        """Take all entries, as of a revision. `known` is one that etcd had when it was asked for them."""
+    def _take_found(self, found: Found, asked_s: float, known: int) -> None:
+        try:
+            self._take(found, asked_s, known)
+        except EtcdError as error:
+            _log.warning("the members stay as they were: %s", error)
+
+    def _take(self, found: Found, asked_s: float, known: int = 0) -> None:
+        """Take all entries, as of a revision. `known` is one that etcd had when it was asked for them, at `asked_s`.
+        Raises EtcdError where they cannot be a cluster.
+        """
         self.is_connected = True
+        self._latest = None
         if self._etcd_id and found.cluster_id != self._etcd_id:
             _log.error(
                 "etcd has been rebuilt; the members stay as they were. Restart the servers after `objectcache cluster"
@@ -317,10 +363,14 @@ class EtcdMembership:
             return
         if not self._etcd_id:
             self._etcd_id, self._seen = found.cluster_id, found.revision
-        if found.revision < self._view.number:
-            return
-        members = _members_of((entry.key, entry.value) for entry in found.entries)
-        self._set(members, found.revision)
+        if found.revision >= self._view.number:
+            members = _members_of(self._members_prefix, ((entry.key, entry.value) for entry in found.entries))
+            newest = max((entry.revision for entry in found.entries), default=0)
+            if not self._set(members, found.revision) and newest > self._told_at:
+                self._tell_missed(newest)
+        if self._own is None or self._own.name in self._members:
+            self._latest = found
+            self._note_latest(asked_s)
 
     def _apply(self, changes: Sequence[Change]) -> None:
         """Take changes of the watch. Each says that the members have changed, also where a view has them already."""
@@ -330,7 +380,8 @@ class EtcdMembership:
         last = {change.key: change.value for change in changes if change.revision > self._view.number}
         names = {key.removeprefix(self._members_prefix) for key in last}
         members = {name: member for name, member in self._members.items() if name not in names}
-        members |= _members_of((key, value) for key, value in last.items() if value is not None)
+        written = ((key, value) for key, value in last.items() if value is not None)
+        members |= _members_of(self._members_prefix, written)
         self._seen = max(self._seen, newest)
         is_told = self._set(members, max(newest, self._view.number))
         if not is_told and newest > self._told_at:
@@ -348,7 +399,15 @@ class EtcdMembership:
         self._members = members
         if is_changed:
             self._tell(revision)
+        if self._own is not None and self._own.name not in members and self._lease:
+            _log.warning("etcd has no entry of the member %s any more; it registers again", self._own.name)
+            self._register_again(self._lease)
         return is_changed
+
+    def _tell_missed(self, revision: int) -> None:
+        """The members are known as of this revision, and may have been others between."""
+        self._registration_count += 1
+        self._tell(revision)
 
     def _tell(self, revision: int) -> None:
         """The members have changed at this revision."""
@@ -358,19 +417,14 @@ class EtcdMembership:
             told(self._view)
 
 
-def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
+def _members_of(prefix: str, entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
     """The members by name; entries that are none are passed over, and told in one line."""
     members: dict[str, Member] = {}
     bad: list[str] = []
     for key, value in entries:
-        name = key.rpartition("/")[2]
+        name = key.removeprefix(prefix)
         try:
-            if len(value) > MEMBER_BYTES_MAX:
-                raise ClusterError(f"a member has at most {MEMBER_BYTES_MAX} bytes")
-            fields = json.loads(value)
-            if not isinstance(fields, dict):
-                raise ClusterError("a member is a JSON object")
-            member = member_from_fields(fields)
+            member = member_from_fields(_fields(value))
             if member.name != name:
                 raise ClusterError(f"the entry {key} is of the member {member.name}")
         except (ValueError, RecursionError) as error:
@@ -387,7 +441,18 @@ def _value(member: Member) -> bytes:
 
 
 def _endpoint(entry: Entry) -> str:
+    """The endpoint in a member's entry; "" where there is none that can be read."""
     try:
-        return str(json.loads(entry.value)["endpoint"])
-    except (ValueError, KeyError, TypeError):
+        return str(_fields(entry.value).get("endpoint", ""))
+    except (ValueError, RecursionError):
         return ""
+
+
+def _fields(value: bytes) -> dict[str, object]:
+    """The JSON object of an entry. Raises ValueError, RecursionError."""
+    if len(value) > MEMBER_BYTES_MAX:
+        raise ClusterError(f"a member has at most {MEMBER_BYTES_MAX} bytes")
+    fields = json.loads(value)
+    if not isinstance(fields, dict):
+        raise ClusterError("a member is a JSON object")
+    return fields

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from descriptors.cluster import ClusterError, Member, View, member_from_fields
+from objectcache.adapters.shared_runs import SharedRuns
 
 _log = logging.getLogger(__name__)
 OnView = Callable[[View], None]
@@ -36,7 +37,9 @@ class Membership(Protocol):
 
     @property
     def registration_count(self) -> int:
-        """How often this server has become a member. Between two times others may have taken its place."""
+        """How often this server has become a member, or may have missed who the members were for a while. Between two
+        times others may have taken its place.
+        """
 
     def on_view(self, told: OnView) -> None:
         """Call this with the latest view whenever the members have changed, be it back to what they were."""
@@ -108,6 +111,7 @@ class FileMembership(StandingMembership):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
+        self._refreshes = SharedRuns(self._refresh)
 
     async def start(self) -> None:
         view = await asyncio.to_thread(read_view, self._path)
@@ -116,7 +120,15 @@ class FileMembership(StandingMembership):
         self._show(view)
 
     async def refresh(self) -> None:
-        """Read the file again. An edition that cannot be used, or whose number is not greater, changes nothing."""
+        """Read the file again, once for all who ask meanwhile. An edition that cannot be used, or whose number is not
+        greater, changes nothing.
+        """
+        await self._refreshes.run()
+
+    async def close(self) -> None:
+        await self._refreshes.close()
+
+    async def _refresh(self) -> None:
         try:
             view = await asyncio.to_thread(read_view, self._path)
         except MembershipError as error:

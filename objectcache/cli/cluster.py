@@ -27,7 +27,7 @@ from objectcache.cli.config_tables import ClusterConfig
 from objectcache.cli.remote import remote_options
 from objectcache.cli.status import run_cluster_status
 from storage_server.agents.rules.agents import RegisteredAgent
-from storage_server.home.own_keys import OwnKeys
+from storage_server.home.own_keys import SETTLE_LEASES, SETTLE_S, OwnKeys
 from storage_server.settings import StorageSettings, Write
 
 _ETCD = re.compile(r"(etcds?)://([^/@]+)/([A-Za-z0-9][A-Za-z0-9._/-]{0,200})\Z")
@@ -118,8 +118,12 @@ class MemberPeers:
         storage = self._storages.get(member.endpoint)
         if storage is None:
             storage = RemoteStorage(member.endpoint, self._secrets, lambda: self._membership.view.id, self._tls)
+            there = {each.endpoint for each in self._membership.view.members}
+            left = [self._storages.pop(endpoint) for endpoint in set(self._storages) - there]
             self._storages[member.endpoint] = storage
             await storage.start()
+            for each in left:  # members move and go for ever
+                await each.close()
         return storage
 
     async def close(self) -> None:
@@ -152,7 +156,8 @@ def own_keys(options: argparse.Namespace, config: Config, settings: StorageSetti
         raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
     membership = membership_of(options.cluster, config, options.data)
     name = options.name or (f"rank-{membership.rank}" if isinstance(membership, MpiMembership) else "")
-    return OwnKeys(membership, name, options.weight)
+    settle_s = max(SETTLE_S, SETTLE_LEASES * config.internals.cluster.lease_s)
+    return OwnKeys(membership, name, options.weight, settle_s)
 
 
 def require_one_storage(options: argparse.Namespace) -> None:

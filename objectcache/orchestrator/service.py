@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import aiohttp
 
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.loop_share import LoopShare
-from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.access import Access
 from objectcache.orchestrator.bodies import Bodies
@@ -119,12 +119,7 @@ class Orchestrator:
 
 
 def _session(connections_max: int) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=careful(aiohttp.TCPConnector(limit=connections_max, limit_per_host=0)),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers=UNENCODED,
-        auto_decompress=False,
-    )
+    return careful_session(aiohttp.TCPConnector(limit=connections_max, limit_per_host=0), headers=UNENCODED)
 
 
 def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:

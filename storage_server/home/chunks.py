@@ -263,7 +263,7 @@ class UpstreamChunks:
         In a cluster also the chunks of other servers, which are not told of changes here, and those whose keys do not
         say that they are chunks, so that gateways may have others change them.
         """
-        own = None if self._own is None else self._own.are_own(bucket, keys)
+        own = None if self._own is None else await self._own.are_own(bucket, keys)
 
         def is_others(at: int) -> bool:
             return own is not None and not own[at]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from descriptors.cluster import Member
+from descriptors.cluster import MEMBERS_MAX, Member
 from descriptors.conditions import ReadCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import RangeSpec, ReadRequest
@@ -130,4 +130,7 @@ class FormerKeepers:
             self._breaker(member).failed(time.monotonic())
 
     def _breaker(self, member: Member) -> Breaker:
+        for known in (self._breakers, self._misses):
+            if len(known) > MEMBERS_MAX:  # members come and go; the oldest has left
+                del known[next(iter(known))]
         return self._breakers.setdefault(member.id, Breaker(1, PAUSE_S_MIN, PAUSE_S_MAX))

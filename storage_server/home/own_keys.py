@@ -8,14 +8,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from descriptors.cluster import VIEW_HEADER, ClusterError, Member, View, parse_view_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.placement import Placement
+from descriptors.placement import CELLS_MAX, Placement, key_words
 from objectcache.adapters.membership import Membership
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed
+from storage_server.home.rules.keeper_history import KeeperHistory
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +27,14 @@ SETTLE_S = 15.0
 """How long after a change of the members another server may still take itself for the keeper of keys that are ours now:
 longer than a lease of membership, and longer than people take to have every server read a members file.
 """
+SETTLE_LEASES = 1.5
+"""The same in leases, where those are longer."""
 FORMER_S = 600.0
 """So long after a change of the members, those that kept our keys before are asked for their copies."""
+COMPARING_REST = 3.0
+"""While the members change all the time, comparisons rest for so many times as long as the last one took."""
+VIEWS_MAX = 3
+"""How many views a question for own keys is answered under. Where each ends before the answer, no key is trusted."""
 CHANGES = frozenset({"put_object", "delete_object", "delete_objects", "copy_object", "complete_upload", "set_tags"})
 Compare = Callable[[], Awaitable[None]]
 
@@ -43,8 +52,8 @@ class OwnKeys:
         self.membership = membership
         self.name = name
         self.weight = weight
-        self._settle_s = settle_s
-        self._since: list[Placement] | None = None
+        self.settle_s = settle_s
+        self._history = KeeperHistory(settle_s)
         self._registration_count = 0
         self._compare: Compare | None = None
         self._comparing: asyncio.Task[None] | None = None
@@ -73,18 +82,35 @@ class OwnKeys:
             await asyncio.wait(tasks)
         await self.membership.close()
 
-    def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Whether a copy of each key here is as good as upstream's."""
+    async def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Whether a copy of each key here is as good as upstream's: bool of shape (len(keys),)."""
+        for _ in range(VIEWS_MAX):
+            trusted = self._trusted()
+            cells = len(keys) * sum(len(placement.members) for placement in trusted)
+            is_long = len(keys) > HERE_ITEMS_MAX or cells > CELLS_MAX
+            own = await computed(partial(self._owned, trusted, bucket, keys), is_long=is_long)
+            if self._trusted() is trusted:
+                return own
+        return np.zeros(len(keys), dtype=np.bool_)
+
+    def is_own(self, bucket: str, key: str) -> bool:
+        """As `are_own`, of one key."""
+        return bool(self._owned(self._trusted(), bucket, [key])[0])
+
+    def _trusted(self) -> tuple[Placement, ...]:
+        """The placements in each of which a key must have been ours; none while no copy is trusted."""
         if self.membership.registration_count != self._registration_count:
             self._registration_count = self.membership.registration_count  # others were the keepers for a while
-            self._since = None
-            self._take(self.membership.view)
-        if not self._since or not self.membership.holds_lease:
-            return np.zeros(len(keys), dtype=np.bool_)
-        own = np.ones(len(keys), dtype=np.bool_)
-        for placement in self._since:
+            self._history.lose(time.monotonic())
+            self._begin_comparing()
+        return self._history.trusted if self.membership.holds_lease else ()
+
+    def _owned(self, trusted: tuple[Placement, ...], bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        own = np.full(len(keys), bool(trusted))
+        words = key_words(bucket, keys if trusted else ())
+        for placement in trusted:
             names = np.array([member.name == self.name for member in placement.members])
-            own &= names[placement.keepers(bucket, keys)]
+            own &= names[placement.keepers_of(words)]
         return own
 
     def keeper_of_agent(self, agent_id: str) -> Member | None:
@@ -105,27 +131,34 @@ class OwnKeys:
         """Trust no key of which this server was not the keeper all along."""
         self._former, self._placement = self._placement or _without(view, self.name), _placement(view)
         self._changed_at_s = time.monotonic()
-        if not view.members:
-            self._since = None
-        elif self._since is not None:
-            self._since = [*self._since, Placement(view)]
-        if self._comparing is not None:
-            self._comparing.cancel()
-        self._comparing = asyncio.get_running_loop().create_task(self._trust(view))
+        self._history.change(self._placement, self._changed_at_s)
+        self._begin_comparing()
 
-    async def _trust(self, view: View) -> None:
-        """When the members have settled, compare the cache with upstream, until that has been done."""
-        await asyncio.sleep(self._settle_s)
-        while self._compare is not None and view.members:
+    def _begin_comparing(self) -> None:
+        if self._comparing is None or self._comparing.done():
+            self._comparing = asyncio.get_running_loop().create_task(self._compare_until_settled())
+
+    async def _compare_until_settled(self) -> None:
+        """Compare the cache with upstream until no placement but the one in force counts. A comparison goes on while
+        the members change, so that members that change all the time do not keep a cache from being trusted.
+        """
+        pause_s = self.settle_s
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._compare is None or self._placement is None:
+                return
+            began_s = time.monotonic()
             try:
                 await self._compare()
             except Exception as error:
                 level = logging.WARNING if isinstance(error, ObjectCacheError) else logging.ERROR
                 _log.log(level, "the cache could not be compared with upstream, and is not trusted yet: %r", error)
-                await asyncio.sleep(self._settle_s)
+                pause_s = self.settle_s
                 continue
-            self._since = [Placement(view)]
-            return
+            if self._history.compared(began_s):
+                return
+            now_s = time.monotonic()
+            pause_s = max(self._history.settled_s - now_s, COMPARING_REST * (now_s - began_s))
 
     def require_current(self, view_id: str, method: str) -> None:
         """Check the view that a call was made under. Raises ServerError(SlowDown) for one from before the last change

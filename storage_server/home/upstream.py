@@ -175,7 +175,7 @@ class UpstreamHome:
         stored = self.cache.objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
             return None
-        is_others = self._own is not None and not (is_chunk_key(key) and self._own.are_own(bucket, [key])[0])
+        is_others = self._own is not None and not (is_chunk_key(key) and self._own.is_own(bucket, key))
         if is_others and not self.write_back.is_dirty(bucket, key):
             return None
         if self.is_lost(bucket, key):

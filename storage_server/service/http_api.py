@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from descriptors.cluster import VIEW_HEADER
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerSecrets, check_call
+from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, PeerSecrets, check_call
 from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
 from descriptors.storage_api import DeliveryStart, Moved, StorageApi
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase, ServerTiming
@@ -29,6 +29,7 @@ from objectcache.adapters.limited_server import LimitedServer
 from objectcache.adapters.phases import Phases
 from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from objectcache.adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
+from objectcache.adapters.threads import HERE_BYTES_MAX, computed
 from storage_server.service.peer_body import PeerBody, arriving
 
 _START = TypeAdapter(DeliveryStart)
@@ -124,6 +125,7 @@ class StorageHttp:
         if self._require_current is not None:
             self._require_current(http.headers.get(VIEW_HEADER, ""), call.method)
         method = getattr(getattr(self._storage, call.role), call.method)
+        CALLER.set(str(fields.get("access_key", "")))  # it stands in the body where arguments are long
         return await self._answers[call.form](call, method, fields, http)
 
     def _authenticated(self, http: web.BaseRequest) -> tuple[PeerCall, dict[str, Any]]:
@@ -144,17 +146,15 @@ class StorageHttp:
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
         """Answer a call whose arguments are values: they come in the header, or in the body where they are long."""
-        document = await _checked_body(http) if http.can_read_body else b""
-        if call.document is None and document:
-            fields, document = json.loads(document), b""
-        result = await method(**_arguments(call, fields, document))
+        arguments = await _arguments(call, fields, http)
+        result = await method(**arguments)
         _note_moved(http[_TRACE], result)
         return _json_bytes(call.encode_result(result))
 
     async def _body(
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
-        trace, arguments = http[_TRACE], _arguments(call, fields, b"")
+        trace, arguments = http[_TRACE], call.decode(fields, b"")
         trace.nbytes = arguments["request"].nbytes
         body = PeerBody(http, trace.nbytes, trace.phases, has_sha256=fields["has_sha256"])
         return _json_bytes(call.encode_result(await method(**arguments, body=body)))
@@ -162,7 +162,7 @@ class StorageHttp:
     async def _read(
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
-        async with method(**_arguments(call, fields, b"")) as read:
+        async with method(**call.decode(fields, b"")) as read:
             piece = await anext(read.body, b"")
             if not piece:
                 read.require_whole(0)
@@ -184,7 +184,7 @@ class StorageHttp:
         self, call: PeerCall, method: Method, fields: dict[str, Any], http: web.BaseRequest
     ) -> web.StreamResponse:
         sink = ResponseSink(http, lambda start: _result(_START.dump_json(start)))
-        outcome = await method(**_arguments(call, fields, await _checked_body(http)), sink=sink)
+        outcome = await method(**await _arguments(call, fields, http), sink=sink)
         http[_TRACE].request_id = outcome.start.request_id
         _note_moved(http[_TRACE], outcome)
         if sink.response is None:
@@ -193,23 +193,34 @@ class StorageHttp:
         return sink.response
 
 
-def _arguments(call: PeerCall, fields: dict[str, Any], document: bytes) -> dict[str, Any]:
-    """The arguments of a call, which is made for the access key that is among them."""
-    arguments = call.decode(fields, document)
-    CALLER.set(arguments.get("access_key", ""))
-    return arguments
-
-
 def _note_moved(trace: _Trace, result: object) -> None:
     moved = getattr(result, "moved", None)
     if isinstance(moved, Moved):
         trace.moved(moved)
 
 
-async def _checked_body(http: web.BaseRequest) -> bytes:
-    """The bounded body of a call. Raises CallerError: EntityTooLarge, AccessDenied when it has another hash than the
-    gateway signed.
+async def _arguments(call: PeerCall, fields: dict[str, Any], http: web.BaseRequest) -> dict[str, Any]:
+    """The arguments of a call, from its header and its body, in the turn of their caller: a prefix of 65,536 keys is
+    parsed for a third of a second. Raises CallerError: EntityTooLarge, AccessDenied when the body has another hash than
+    the gateway signed, and what parsers raise.
     """
+    body = await _body_of(http) if http.can_read_body or call.form is Form.SINK else b""
+    vouched = http[_BODY_SHA256]
+
+    def decoded() -> dict[str, Any]:
+        if (body or call.form is Form.SINK) and hashlib.sha256(body).hexdigest() != vouched:
+            raise CallerError(ErrorCode.ACCESS_DENIED, "the body is not the one that was signed", field=AUTH_HEADER)
+        if call.document is None and body:
+            return call.decode(json.loads(body), b"")
+        return call.decode(fields, body)
+
+    arguments = await computed(decoded, is_long=len(body) > HERE_BYTES_MAX)
+    CALLER.set(str(arguments.get("access_key", "")))
+    return arguments
+
+
+async def _body_of(http: web.BaseRequest) -> bytes:
+    """The bounded body of a call. Raises CallerError(EntityTooLarge)."""
     data = bytearray()
     async for piece in arriving(http, http[_TRACE].phases):
         data += piece
@@ -217,8 +228,6 @@ async def _checked_body(http: web.BaseRequest) -> bytes:
             raise CallerError(
                 ErrorCode.ENTITY_TOO_LARGE, f"the body may have {DESCRIPTOR_BYTES_MAX} bytes", field="body"
             )
-    if http[_BODY_SHA256] == STREAMED_BODY or hashlib.sha256(data).hexdigest() != http[_BODY_SHA256]:
-        raise CallerError(ErrorCode.ACCESS_DENIED, "the body is not the one that was signed", field=AUTH_HEADER)
     return bytes(data)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from descriptors.cluster import Member, View
-from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
+from objectcache.adapters.etcd import Change, CompactedError, Etcd, EtcdError, Found
 from objectcache.adapters.etcd_membership import EtcdMembership
 from objectcache.adapters.membership import MembershipError
 from tests.support.certificates import certificate
@@ -131,6 +131,97 @@ async def test_a_busy_event_loop_does_not_end_a_lease(shared: EtcdServer, prefix
         assert own.registration_count == 1
 
 
+class SilentWatch(Etcd):
+    """An etcd whose watches tell nothing, and do not end, as those of a node that has lost the others do. With
+    `reads_fail` renewals of leases get through, and readings do not.
+    """
+
+    reads_fail = False
+
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+        await asyncio.Event().wait()
+        yield []
+
+    async def range(self, prefix: str) -> Found:
+        if SilentWatch.reads_fail:
+            raise EtcdError("played")
+        return await super().range(prefix)
+
+    async def latest(self, prefix: str, before: Found) -> Found:
+        if SilentWatch.reads_fail:
+            raise EtcdError("played")
+        return await super().latest(prefix, before)
+
+    def copy(self, call_s_max: float) -> Etcd:
+        return SilentWatch(self._endpoints, call_s=call_s_max)
+
+
+@pytest.mark.slow
+async def test_a_member_whose_watch_is_silent_learns_a_change_with_its_next_renewal(
+    shared: EtcdServer, prefix: str
+) -> None:
+    """Otherwise it would change objects as their keeper when another one trusts its copies already."""
+    silent = SilentWatch([shared.url], call_s=CALL_S)
+    async with joined_by(silent, prefix, member("a"), lease_s=2) as own:
+        async with joined(shared, prefix, member("b")):
+            await until(lambda: names(own.view) == ["a", "b"])
+            changed = own.changed_at
+            other = Etcd([shared.url], call_s=CALL_S)
+            await other.start()
+            (entry,) = (await other.range(f"{prefix}/members/b")).entries
+            await other.put(entry.key, entry.value, entry.lease)
+            await other.close()
+            await until(lambda: own.changed_at > changed)  # it may have been another one between
+        await until(lambda: names(own.view) == ["a"])
+        assert own.holds_lease
+
+
+@pytest.mark.slow
+async def test_a_member_that_cannot_learn_whether_its_view_is_the_latest_does_not_hold_its_lease(
+    shared: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined_by(SilentWatch([shared.url], call_s=CALL_S), prefix, member("a"), lease_s=2) as own:
+        assert own.holds_lease
+        monkeypatch.setattr(SilentWatch, "reads_fail", True)
+        await until(lambda: not own.holds_lease)
+        assert own.registration_count == 1
+        monkeypatch.setattr(SilentWatch, "reads_fail", False)
+        await until(lambda: own.holds_lease)
+
+
+async def test_a_reading_costs_no_entries_while_nothing_has_changed(shared: EtcdServer, prefix: str) -> None:
+    etcd = Etcd([shared.url], call_s=CALL_S)
+    await etcd.start()
+    await etcd.put(f"{prefix}/x", b"1")
+    await etcd.put(f"{prefix}/y", b"1")
+    first = await etcd.range(f"{prefix}/")
+    await etcd.put("elsewhere", b"")
+    again = await etcd.latest(f"{prefix}/", first)
+    assert again.entries is first.entries
+    assert again.revision > first.revision
+    await etcd.delete(f"{prefix}/y")
+    fewer = await etcd.latest(f"{prefix}/", again)
+    assert [entry.key for entry in fewer.entries] == [f"{prefix}/x"]
+    await etcd.put(f"{prefix}/z", b"1")
+    await etcd.delete(f"{prefix}/x")
+    other = await etcd.latest(f"{prefix}/", fewer)
+    assert [entry.key for entry in other.entries] == [f"{prefix}/z"]
+    await etcd.close()
+
+
+async def test_an_entry_that_somebody_deletes_comes_back(
+    shared: EtcdServer, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its lease is renewed, so nothing else would make it again while the server runs."""
+    async with joined(shared, prefix, member("a")) as own, joined(shared, prefix) as watching:
+        etcd = Etcd([shared.url], call_s=CALL_S)
+        await etcd.start()
+        assert await etcd.delete(f"{prefix}/members/a")
+        await etcd.close()
+        await until(lambda: own.registration_count == 2 and names(watching.view) == ["a"])
+        assert "it registers again" in caplog.text
+
+
 async def test_a_server_that_comes_again_takes_its_own_entry_and_nobody_elses(shared: EtcdServer, prefix: str) -> None:
     first = EtcdMembership(Etcd([shared.url]), prefix, lease_s=60)
     first.announce(member("a"))
@@ -142,6 +233,35 @@ async def test_a_server_that_comes_again_takes_its_own_entry_and_nobody_elses(sh
             async with joined(shared, prefix, Member("a", "http://elsewhere:1")):
                 pass
     await first.close()
+
+
+@pytest.mark.parametrize("value", [b"[" * 100_000, b"x" * 10_000, b"\xff", b"7"], ids=["deep", "long", "binary", "7"])
+async def test_an_own_entry_that_makes_no_sense_is_said_at_the_start(
+    shared: EtcdServer, prefix: str, value: bytes
+) -> None:
+    etcd = Etcd([shared.url])
+    await etcd.start()
+    await etcd.put(f"{prefix}/members/a", value)
+    await etcd.close()
+    with pytest.raises(MembershipError, match="another server is the member a"):
+        async with joined(shared, prefix, member("a")):
+            pass
+
+
+@pytest.mark.parametrize("value", [b"x" * 65, b"", b"a b", b"\xff"], ids=["long", "empty", "a blank", "binary"])
+async def test_a_cluster_id_that_makes_no_sense_is_not_remembered(
+    shared: EtcdServer, prefix: str, value: bytes
+) -> None:
+    """Written down, it would keep the server from every later start."""
+    etcd = Etcd([shared.url])
+    await etcd.start()
+    await etcd.put(f"{prefix}/cluster", value)
+    await etcd.close()
+    learned: list[str] = []
+    with pytest.raises(MembershipError, match="the id in"):
+        async with joined(shared, prefix, member("a"), learned_id=learned.append):
+            pass
+    assert not learned
 
 
 async def test_entries_that_are_no_members_are_passed_over(shared: EtcdServer, prefix: str) -> None:

@@ -23,7 +23,7 @@ from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.threads import to_end
 
 ANSWER_TIMEOUT_S = 20.0
-LINE_BYTES_MAX = 8 << 20
+ANSWER_BYTES_MAX = 64 << 10
 _OK = "ok"
 
 
@@ -73,7 +73,9 @@ class MetadataProbe:
             await self._end_child()
 
     async def _ask(self, line: bytes) -> str:
-        """The child's answer; empty when the child crashed or did not answer in time."""
+        """The child's answer; empty when the child crashed, did not answer in time, or said what is no answer: then it
+        is ended, and none of its lines is taken for the answer to another question.
+        """
         child = await self._started()
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("the child has no pipes")
@@ -82,7 +84,7 @@ class MetadataProbe:
                 child.stdin.write(line)
                 await child.stdin.drain()
                 return (await child.stdout.readline()).decode().strip()
-        except (ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError, ValueError):  # also of a line that is too long, or no text
             return ""
 
     async def _warm(self) -> None:
@@ -99,7 +101,7 @@ class MetadataProbe:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                limit=LINE_BYTES_MAX,
+                limit=ANSWER_BYTES_MAX,
                 env=self._environment,
                 cwd="/",
             )

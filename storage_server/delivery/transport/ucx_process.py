@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from descriptors.storage_api import Spans
 from objectcache.adapters.child_process import child_environment, spawned
+from objectcache.adapters.lines import lines_of
 from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.nixl_agent import NixlFailure, PeerLost
 from objectcache.adapters.nixl_memory import Memory
@@ -44,6 +45,8 @@ RESTART_S, RESTART_S_MAX = 0.1, 30.0
 """The first and the longest wait before a restart. The wait doubles as long as the process does not live for
 RESTART_S_MAX.
 """
+STRAYS_MAX = 1_000
+"""A process that tells the ends of more commands that nobody gave is ended."""
 _log = logging.getLogger(__name__)
 
 OnEnded = Callable[[int, NixlFailure | None], None]
@@ -72,6 +75,8 @@ class UcxProcess:
         self._numbers = itertools.count(1)
         self._flights = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
+        self._stray_count = 0
+        """Replies of the process to no command."""
         self._child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -189,6 +194,9 @@ class UcxProcess:
     def _end(self, reply: Reply) -> None:
         waiting = self._waiting.pop(reply.number, None)
         if waiting is None:
+            self._stray_count += 1
+            if self._stray_count > STRAYS_MAX:
+                raise ValueError("replies to no command")
             return
         failure = None
         if reply.reason is not None:
@@ -201,6 +209,7 @@ class UcxProcess:
     async def _launch(self) -> asyncio.StreamReader:
         """Start the process and wait until it can take commands. Raises NixlFailure."""
         self.start_count += 1
+        self._stray_count = 0
         environment = ucx_environment(os.environ, self._devices)
         try:
             self._child, ours = await spawned("storage_server.delivery.transport.ucx_engine", self._areas, environment)
@@ -247,7 +256,7 @@ class UcxProcess:
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         try:
-            while line := await reader.readline():
+            async for line in lines_of(reader):
                 self._end(decode_reply(line))
         except (ValueError, OSError) as error:
             if not self._is_stopping:

@@ -13,11 +13,12 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from objectcache.adapters.child_process import child_environment, spawned
+from objectcache.adapters.lines import lines_of
 from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.threads import to_end
 from storage_server.home.rules.mooncake_commands import (
+    ANSWER_BYTES_MAX,
     KEYS_MAX,
-    LINE_BYTES_MAX,
     Answer,
     Call,
     CallKind,
@@ -33,6 +34,8 @@ JOIN_WAIT_S = 30.0
 CALL_WAIT_S = 120.0
 """A process with a call that takes longer is ended: Mooncake's own limits are 30 and 60 s."""
 LEAVE_WAIT_S = 10.0
+STRAYS_MAX = 1_000
+"""A process that tells the ends of more commands that nobody gave is ended."""
 _log = logging.getLogger(__name__)
 
 Spans = Sequence[tuple[int, int]]
@@ -81,7 +84,7 @@ async def joined(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> M
         raise ConnectionError(f"the Mooncake process cannot be started: {error}") from error
     writer: asyncio.StreamWriter | None = None
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES_MAX)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES_MAX)
         writer.write(encode_join(join))
         async with asyncio.timeout(JOIN_WAIT_S):
             first = decode_answer(await reader.readline())
@@ -114,6 +117,8 @@ class MooncakeProcess:
         self._places = [(area.address, area.nbytes) for area in areas]
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[int, ...]]] = {}
+        self._stray_count = 0
+        """Answers to no call."""
         self._is_closing = False
         self._hearing = asyncio.create_task(self._hear())
 
@@ -175,7 +180,7 @@ class MooncakeProcess:
     async def _hear(self) -> None:
         """Read answers until the process ends; when nothing of it runs any more, what it has not answered fails."""
         try:
-            while line := await self._reader.readline():
+            async for line in lines_of(self._reader):
                 self._end(decode_answer(line))
         except (ValueError, OSError) as error:
             if not self._is_closing:
@@ -191,7 +196,12 @@ class MooncakeProcess:
 
     def _end(self, answer: Answer) -> None:
         done = self._waiting.pop(answer.number, None)
-        if done is None or done.done():
+        if done is None:
+            self._stray_count += 1
+            if self._stray_count > STRAYS_MAX:
+                raise ValueError("answers to no call")
+            return
+        if done.done():
             return
         if answer.problem is None:
             done.set_result(answer.codes)

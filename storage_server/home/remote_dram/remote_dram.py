@@ -61,6 +61,8 @@ class RemoteDram:
         self._connect = connect
         self._client: MooncakeClient | None = None
         self._reading, self._writing, self._removing_turn = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._is_overdue = False
+        """Whether the read under way has taken too long. Until it ends no other one can begin, so none waits for it."""
         self._removing: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._entries = SharedArea(2 * ENTRY_BYTES)
@@ -123,8 +125,8 @@ class RemoteDram:
         return self._client is not None and self._client.is_running
 
     def may_have(self, bucket: str, key: str) -> bool:
-        """Whether the store can be asked."""
-        return self.is_usable
+        """Whether the store can be asked, and no answer of it is overdue."""
+        return self.is_usable and not self._is_overdue
 
     def found_wrong(self, bucket: str, key: str) -> None:
         """Distrust and remove a chunk whose bytes were wrong."""
@@ -135,9 +137,9 @@ class RemoteDram:
         """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved yet.
         The memory is held until nothing writes there any more.
         """
-        if not self.is_usable or not await self._has_turn():
+        if not self.may_have(bucket, key) or not await self._has_turn():
             return None
-        if not self.is_usable:
+        if not self.may_have(bucket, key):
             self._reading.release()
             return None
         nbytes = len(landed.view)
@@ -146,11 +148,13 @@ class RemoteDram:
 
         def end(_: object) -> None:
             landed.release()
+            self._is_overdue = False
             self._reading.release()
 
         call.add_done_callback(end)
         await asyncio.wait([call], timeout=READ_WAIT_S + nbytes / READ_BYTES_PER_S_MIN)
         if not call.done():
+            self._is_overdue = True
             self._failed("an answer takes too long")
             return None
         entry: RemoteEntry | None = self._result(call)

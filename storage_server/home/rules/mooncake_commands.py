@@ -18,6 +18,8 @@ from storage_server.planning.area_span import AreaSpan
 KEYS_MAX = 1_000
 """One call has no more keys."""
 LINE_BYTES_MAX = 4 << 20
+ANSWER_BYTES_MAX = 64 << 10
+"""An answer has a code for each of the KEYS_MAX keys, or a reason. It is parsed on the event loop."""
 REASON_CHARACTERS_MAX = 1_000
 
 

@@ -25,7 +25,7 @@ from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.caller import CallerTurns
-from objectcache.adapters.pieces import careful
+from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.threads import computed
 from objectcache.adapters.trust import client_context
 from storage_server.home.fetch.bulk_reads import BulkRead, BulkReads, Head, Into
@@ -100,11 +100,10 @@ class Upstream:
         is_tls = settings.endpoint.startswith("https:")
         trusted = await asyncio.to_thread(client_context) if is_tls else True
         # `Places` are fewer: a request that tries whether the service is well needs none
-        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max + 1, ssl=trusted))
-        self._session = aiohttp.ClientSession(
-            connector=connector,
+        connector = aiohttp.TCPConnector(limit=settings.connections_max + 1, ssl=trusted)
+        self._session = careful_session(
+            connector,
             timeout=timeout,
-            auto_decompress=False,
             middlewares=(_once,),
             max_line_size=HEAD_LINE_BYTES_MAX,
             max_field_size=HEAD_LINE_BYTES_MAX,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from descriptors.cluster import MEMBERS_MAX, Member, member_fields
-from objectcache.adapters.etcd import Change, Entry, EtcdError, Found, parsed_answer
+from objectcache.adapters.etcd import Change, Entry, EtcdError, Found, LongAnswerError, parsed_answer
 from objectcache.adapters.etcd_membership import EtcdMembership
 from tests.support.waiting import settled
 from tests.unit.played_time import PlayedTime
@@ -35,6 +35,10 @@ class PlayedEtcd:
     def __init__(self, *ranges: Found) -> None:
         self.ranges = list(ranges)
         self.changes: asyncio.Queue[list[Change] | None] = asyncio.Queue()
+        self.refusal = EtcdError("the watch ended")
+        """The error with which a watch ends."""
+        self.watched_from: list[int] = []
+        self.range_count = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -45,14 +49,16 @@ class PlayedEtcd:
     async def create(self, key: str, value: bytes, lease: int = 0) -> None: ...
 
     async def range(self, prefix: str) -> Found:
+        self.range_count += 1
         answer = self.ranges.pop(0) if len(self.ranges) > 1 else self.ranges[0]
         await self.may_answer.wait()
         return answer
 
     async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+        self.watched_from.append(revision)
         while (changes := await self.changes.get()) is not None:
             yield changes
-        raise EtcdError("the watch ended")
+        raise self.refusal
 
 
 async def joined(etcd: PlayedEtcd) -> EtcdMembership:
@@ -133,6 +139,49 @@ async def test_more_members_than_a_cluster_has_change_nothing_until_they_are_few
     assert names(membership) == "ab"
     await told(etcd, [joins(MEMBERS_MAX + 10, "c")])
     assert (names(membership), membership.is_connected) == ("abc", True)
+    await membership.close()
+
+
+async def test_many_that_look_for_a_later_view_share_what_etcd_is_asked() -> None:
+    """A member that refuses each call as stale would queue all calls of a gateway, one answer of etcd after another."""
+    etcd = PlayedEtcd(found(3, "a"))
+    membership = await joined(etcd)
+    etcd.may_answer.clear()
+    asked = etcd.range_count
+    refreshing = [asyncio.ensure_future(membership.refresh()) for _ in range(100)]
+    await settled()
+    refreshing += [asyncio.ensure_future(membership.refresh()) for _ in range(100)]
+    await settled()
+    etcd.may_answer.set()
+    await asyncio.gather(*refreshing)
+    assert etcd.range_count == asked + 2
+    await membership.close()
+
+
+async def test_an_entry_below_a_member_is_none_whether_it_was_read_or_watched() -> None:
+    """Two servers must not have two views of one number."""
+    nested = Entry(f"{PREFIX}x/b", value("b"), 2)
+    read = Found(7, 3, (*found(3, "a").entries, nested))
+    etcd = PlayedEtcd(read)
+    membership = await joined(etcd)
+    assert names(membership) == "a"
+    await told(etcd, [Change(f"{PREFIX}x/c", value("c"), 4)])
+    assert names(membership) == "a"
+    await membership.close()
+
+
+async def test_changes_that_are_too_many_to_be_told_are_read() -> None:
+    """A watch from the same revision would be told them again, and refuse them again, for ever."""
+    etcd = PlayedEtcd(found(3, "a"), found(9, "a", "b"))
+    membership = await joined(etcd)
+    changed = membership.changed_at
+    etcd.refusal = LongAnswerError("played")
+    await told(etcd, None)
+    assert (names(membership), membership.changed_at) == ("ab", 9)
+    assert membership.changed_at > changed
+    await told(etcd, [joins(10, "c")])
+    assert names(membership) == "abc"
+    assert etcd.watched_from == [4, 10]
     await membership.close()
 
 

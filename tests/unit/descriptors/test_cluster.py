@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -150,3 +152,19 @@ def test_views_of_other_clusters_are_neither_before_nor_after() -> None:
 def test_changed_members_are_those_that_differ() -> None:
     before, after = View("kv", 1, (member("a"), member("b"))), View("kv", 2, (member("a"), member("b", 2.0)))
     assert set(changed_members(before, after)) == {member("b"), member("b", 2.0)}
+
+
+def test_a_long_prefix_on_many_members_takes_little_memory() -> None:
+    """All scores at once would be gigabytes for 65,536 keys and 1,024 members."""
+    many = tuple(Member(f"m{index}", f"http://m{index}:1") for index in range(1_024))
+    keys = [f"{index:064x}" for index in range(2_048)]
+    placement = Placement(View("kv", 1, many))
+    placement.keepers(BUCKET, keys[:1])
+    tracemalloc.start()
+    try:
+        whole = placement.keepers(BUCKET, keys)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20
+    assert whole[:3].tolist() == [placement.keepers(BUCKET, [key])[0] for key in keys[:3]]

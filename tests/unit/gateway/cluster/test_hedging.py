@@ -76,6 +76,8 @@ class PlayedMember:
         self.prefixes = self.status = self
         self.hedged = hedged
         self.stops_at: int | None = None
+        self.ends_at: int | None = None
+        """The layer before which its body ends, as a whole one does, where it stands in for nobody."""
         self.hedge_stops_at: int | None = None
         self.hedge_fails = False
         self.may_go_on = asyncio.Event()
@@ -110,6 +112,8 @@ class PlayedMember:
             nbytes = LAYOUT.delivery_bytes(len(portion.positions))
             await sink.begin(DeliveryStart("id", Mode.LAYER_MAJOR, len(portion.positions), nbytes, Grant()))
             for layer in range(portion.first_layer, LAYOUT.num_layers):
+                if layer == self.ends_at and not is_hedge:
+                    return
                 await pass_by(layer)
                 await sink.write(memoryview(np.ascontiguousarray(LAYERS[layer][list(portion.positions)]).data))
         except asyncio.CancelledError:
@@ -224,3 +228,13 @@ async def test_without_another_member_or_without_credit_nobody_else_is_asked() -
         slow.may_go_on.set()
         assert await fetching == LAYERS.tobytes()
         assert bed.hedging.hedge_count == 0
+
+
+@pytest.mark.parametrize("ends_at", [0, 3])
+async def test_a_portion_that_ends_early_and_cleanly_is_asked_for_again(ends_at: int) -> None:
+    """Nothing more would come of it, and its server is there, so the client would wait for ever."""
+    bed = Bed(A, B, C)
+    bed.hedging = bed.members.hedging = Hedging()  # nobody knows what is slow yet
+    bed.keeper().ends_at = ends_at
+    async with asyncio.timeout(600):
+        assert await bed.fetched() == LAYERS.tobytes()

@@ -10,6 +10,8 @@ import pytest
 from descriptors.cluster import Member
 from gateway.cluster import members as module
 from gateway.cluster.members import Members
+from gateway.storage_client import StorageUnreachableError
+from tests.unit.played_time import PlayedTime
 from tests.unit.storage_server.home.test_own_keys import PlayedMembership
 
 CROWD = [Member(f"m{number}", f"http://m{number}:1") for number in range(20)]
@@ -59,3 +61,28 @@ async def test_views_that_change_fast_begin_nothing_twice(monkeypatch: pytest.Mo
     membership.show(300)
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
     assert all(each.is_closed for each in made)
+
+
+async def test_a_question_that_a_member_never_answers_ends_though_the_member_is_there() -> None:
+    """Its disk may hang while its event loop goes on."""
+    PlayedTime()
+    membership, asked = PlayedMembership(), 0
+
+    class Alive(PlayedStorage):
+        def __init__(self, endpoint: str) -> None:
+            super().__init__(endpoint)
+            self.status = self
+
+        async def transports(self, access_key: str) -> None:
+            nonlocal asked
+            asked += 1
+
+    members = Members(membership, Alive)  # type: ignore[arg-type]
+    membership.show(1, CROWD[0])
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(StorageUnreachableError):
+        await members.watched(CROWD[0], never(), call_s_max=module.QUESTION_S_MAX)
+    assert asked > 10

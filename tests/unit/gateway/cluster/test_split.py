@@ -20,6 +20,8 @@ from descriptors.tiers import Tier, runs_of
 from gateway.cluster.forms import merged_forms
 from gateway.cluster.merge import Merger, PortionBody, Share, Slices, Window, windows
 from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of, tiers_of
+from gateway.storage_client import StorageUnreachableError
+from tests.unit.played_time import PlayedTime
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
 PLACEMENT = Placement(View("kv", 1, MEMBERS))
@@ -229,6 +231,28 @@ def test_forms_that_no_header_takes_or_that_are_not_told_are_refused() -> None:
         merged_forms([np.arange(6)], [told(FormRun(EXACT, 5, 4096))], WHOLE)
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [FormRun("kivi4-1", 10**9, 1300), FormRun("kivi4-1", 6 - 10**9, 1300)],
+        [FormRun("kivi4-1", 6, -1300)],
+        [FormRun("kivi4-1", 6, 0)],
+        [FormRun("kivi4-1", 6, 4097)],
+        [FormRun("kivi4-1", 6, 10**30)],
+        [FormRun(EXACT, 6, 4095)],
+        [FormRun("a\r\nb", 6, 1300)],
+        [FormRun("x" * 10_000, 6, 1300)],
+    ],
+    ids=["counts", "negative", "none", "too long", "huge", "short exact", "lines", "long name"],
+)
+def test_forms_that_cannot_be_are_refused(runs: list[FormRun]) -> None:
+    """A member says how many bytes a window of the merged body has, and what stands in a header."""
+    with pytest.raises(WrongFormsError, match="a member tells"):
+        merged_forms([np.arange(6)], [told(*runs)], WHOLE)
+    with pytest.raises(WrongFormsError, match="a member tells"):
+        merged_forms([np.arange(6)], [told(FormRun("kivi4-1", 6, 1300), worst=float("nan"))], WHOLE)
+
+
 async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone() -> None:
     asked = 0
 
@@ -242,3 +266,23 @@ async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone()
     with pytest.raises(ConnectionError):
         await body.started()
     assert asked == 2
+
+
+async def test_a_part_that_hardly_comes_counts_as_gone_though_its_server_is_there() -> None:
+    """A byte each second would hold the client's request, and what it has of the gateway, for ever."""
+    PlayedTime()
+    body = PortionBody(alive)
+    await body.begin(DeliveryStart("r" * 16, Mode.LAYER_MAJOR, 1, 1_000_000))
+
+    async def drip() -> None:
+        while True:
+            await body.write(memoryview(b"x"))
+            await PlayedTime.passes(1.0)
+
+    merger, positions = Merger(Slices.equal(1, 1_000_000)), np.arange(1)
+    dripping = asyncio.create_task(drip())
+    with pytest.raises(StorageUnreachableError, match="cannot be reached"):
+        await merger.take(Window(0, 0, 1, 0, 1_000_000), body, positions, 0)
+    dripping.cancel()
+    await asyncio.wait([dripping])
+    assert 1 < body.read_bytes < 1_000

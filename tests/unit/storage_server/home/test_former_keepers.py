@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from descriptors.cluster import Member
+from descriptors.cluster import MEMBERS_MAX, Member
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ByteRange, ObjectInfo, ReadHead, ReadRequest
 from descriptors.storage_api import ObjectRead
@@ -126,3 +127,16 @@ async def test_where_there_is_no_former_keeper_nobody_is_asked() -> None:
     assert not former.may_have("bucket", KEY)
     assert await former.read("bucket", KEY, PlayedLanded()) is None  # type: ignore[arg-type]
     assert home.ask_count == 0
+
+
+async def test_members_that_come_and_go_are_forgotten() -> None:
+    """Anybody who may write to etcd names members, each with an id of its own."""
+    numbers = itertools.count()
+
+    def keeper(bucket: str, key: str) -> Member:
+        return Member("a", f"http://a:{next(numbers)}")
+
+    former = FormerKeepers(PlayedHome(), keeper, PlayedCopies())  # type: ignore[arg-type]
+    for _ in range(3 * MEMBERS_MAX):
+        assert former.may_have("bucket", KEY)
+    assert len(former._breakers) <= MEMBERS_MAX + 1

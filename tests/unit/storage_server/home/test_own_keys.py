@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from descriptors.cluster import VIEW_HEADER, Member, View
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.placement import Placement
+from descriptors.placement import Placement, key_words
+from objectcache.adapters.threads import HERE_ITEMS_MAX
 from storage_server.home import own_keys
 from storage_server.home.own_keys import OwnKeys
 from tests.unit.played_time import PlayedTime
@@ -84,10 +86,10 @@ async def test_no_copy_is_trusted_before_the_cache_was_compared_with_upstream() 
     own = await started(membership, compare)
     membership.show(1, A, B)
     await turns()
-    assert not own.are_own("bucket", KEYS).any()
+    assert not (await own.are_own("bucket", KEYS)).any()
     compare.may_end.set()
     await turns()
-    assert own.are_own("bucket", KEYS).tolist() == kept_by("a", A, B)
+    assert (await own.are_own("bucket", KEYS)).tolist() == kept_by("a", A, B)
     await own.close()
 
 
@@ -102,11 +104,47 @@ async def test_a_key_that_comes_back_is_trusted_after_the_next_comparison() -> N
     membership.show(3, A, B)
     await turns()
     all_along = [before and between for before, between in zip(kept_by("a", A, B), kept_by("a", A, B, C), strict=True)]
-    assert own.are_own("bucket", KEYS).tolist() == all_along
+    assert (await own.are_own("bucket", KEYS)).tolist() == all_along
     assert all_along != kept_by("a", A, B)
     compare.may_end.set()
     await turns()
-    assert own.are_own("bucket", KEYS).tolist() == kept_by("a", A, B)
+    assert (await own.are_own("bucket", KEYS)).tolist() == kept_by("a", A, B)
+    await own.close()
+
+
+async def test_a_member_that_flaps_makes_no_call_dearer_and_keeps_no_cache_from_being_trusted() -> None:
+    """It joins and leaves every second, so no comparison has quiet before it."""
+    membership, compare = PlayedMembership(), Compared()
+    compare.may_end.set()
+    own = await started(membership, compare)
+    membership.show(1, A, B)
+    for number in range(2, 500):
+        membership.show(number, A, B, *((C,) if number % 2 else ()))
+    await turns()
+    membership.show(500, A, B, C)
+    stable = [one and other for one, other in zip(kept_by("a", A, B), kept_by("a", A, B, C), strict=True)]
+    assert (await own.are_own("bucket", KEYS)).tolist() in (stable, kept_by("a", A, B, C))
+    assert any(stable)
+    await own.close()
+
+
+async def test_many_keys_are_placed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup of 65,536 keys would keep the event loop for a tenth of a second."""
+    threads: set[int] = set()
+
+    def noted(bucket: str, keys: Sequence[str]) -> object:
+        threads.add(threading.get_ident())
+        return key_words(bucket, keys)
+
+    membership, compare = PlayedMembership(), Compared()
+    compare.may_end.set()
+    own = await started(membership, compare)
+    membership.show(1, A, B)
+    await turns()
+    monkeypatch.setattr(own_keys, "key_words", noted)
+    many = [f"{index:064x}" for index in range(HERE_ITEMS_MAX + 1)]
+    assert (await own.are_own("bucket", many)).any()
+    assert threading.get_ident() not in threads
     await own.close()
 
 
@@ -118,10 +156,10 @@ async def test_a_comparison_that_fails_is_made_again() -> None:
     membership.show(1, A)
     await turns()
     assert compare.count > 1
-    assert not own.are_own("bucket", KEYS).any()
+    assert not (await own.are_own("bucket", KEYS)).any()
     compare.fails = False
     await turns()
-    assert own.are_own("bucket", KEYS).all()
+    assert (await own.are_own("bucket", KEYS)).all()
     await own.close()
 
 
@@ -133,7 +171,7 @@ async def test_without_its_lease_a_server_trusts_no_copy_and_changes_nothing() -
     await turns()
     own.require_current("kv:1", "delete_object")
     membership.holds_lease = False
-    assert not own.are_own("bucket", KEYS).any()
+    assert not (await own.are_own("bucket", KEYS)).any()
     own.require_current("kv:1", "head_object")
     with pytest.raises(ServerError) as refused:
         own.require_current("kv:1", "delete_object")
@@ -148,13 +186,13 @@ async def test_a_server_that_became_a_member_again_trusts_no_copy_until_the_next
     own = await started(membership, compare)
     membership.show(1, A)
     await turns()
-    assert own.are_own("bucket", KEYS).all()
+    assert (await own.are_own("bucket", KEYS)).all()
     compare.may_end.clear()
     membership.registration_count = 2
-    assert not own.are_own("bucket", KEYS).any()
+    assert not (await own.are_own("bucket", KEYS)).any()
     compare.may_end.set()
     await turns()
-    assert own.are_own("bucket", KEYS).all()
+    assert (await own.are_own("bucket", KEYS)).all()
     await own.close()
 
 

@@ -203,6 +203,26 @@ async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monke
         await until(lambda: bed.landing.used_bytes == 0)
 
 
+async def test_no_chunk_waits_for_its_turn_behind_a_read_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause after the failure is short, and Mooncake may hang for two minutes."""
+    monkeypatch.setattr(module, "READ_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "TURN_WAIT_S", 3600.0)
+    clock = PlayedClock()
+    monkeypatch.setattr(module, "time", clock)
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        with bed.store.held():
+            assert await bed.read() is None
+            clock.now_s += 100.0
+            assert bed.remote.is_usable
+            assert not bed.remote.may_have("bucket", KEY)
+            async with asyncio.timeout(60):
+                assert await bed.read() is None
+        await until(lambda: bed.landing.used_bytes == 0)
+        assert bed.remote.may_have("bucket", KEY)
+        assert await bed.read() == b"1" * NBYTES
+
+
 async def test_a_store_whose_process_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)

@@ -6,6 +6,7 @@ import pytest
 
 from objectcache.adapters.nixl_memory import Memory
 from storage_server.delivery.transport.rules.ucx_commands import (
+    REPLY_BYTES_MAX,
     AddPeer,
     Command,
     EndFlight,
@@ -47,7 +48,20 @@ def test_replies_are_read_as_they_were_written(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"x", b"{}", b"[]", b"[1]", b'["1",0,null,false]', b"[1,0,null,0]", b"[true,0,null,false]"]
+    "line",
+    [
+        b"",
+        b"\n",
+        b"x",
+        b"{}",
+        b"[]",
+        b"[1]",
+        b'["1",0,null,false]',
+        b"[1,0,null,0]",
+        b"[true,0,null,false]",
+        b"[" * (REPLY_BYTES_MAX - 1),
+    ],
+    ids=lambda line: line[:40].decode(),
 )
 def test_what_is_no_reply_is_refused(line: bytes) -> None:
     """The process may be somebody else's by now."""
