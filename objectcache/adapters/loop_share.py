@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -16,21 +16,27 @@ WOKEN_MAX: Final = 64
 
 class LoopShare:
     """All blocks together take no more than TURN_S of one pass of the loop, and one block more. A block must not await
-    anything. Used on one event loop.
+    anything. They run in the order in which they were begun. Used on one event loop.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        """A heap, by the numbers of the blocks."""
+        self._begun_count = 0
+        self._woken_count = 0
+        """Blocks that were woken and have not looked yet whether the pass has time for them."""
         self._spent_s = 0.0
         self._is_called = False
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Run the block when it is its turn: at once where the pass has time left and nobody waits."""
-        is_woken = False
-        while self._spent_s >= TURN_S or (self._waiting and not is_woken):
-            await self._wait(is_first=is_woken)
-            is_woken = True
+        number = self._begun_count
+        self._begun_count += 1
+        has_waited = False
+        while self._spent_s >= TURN_S or (not has_waited and (self._waiting or self._woken_count)):
+            has_waited = True
+            await self._wait(number)
         began_s = time.perf_counter()
         try:
             yield
@@ -38,14 +44,14 @@ class LoopShare:
             self._spent_s += time.perf_counter() - began_s
             self._call()
 
-    async def _wait(self, *, is_first: bool) -> None:
+    async def _wait(self, number: int) -> None:
         turn = asyncio.get_running_loop().create_future()
-        if is_first:
-            self._waiting.appendleft(turn)
-        else:
-            self._waiting.append(turn)
+        heapq.heappush(self._waiting, (number, turn))
         self._call()
-        await turn
+        try:
+            await turn
+        finally:
+            self._woken_count -= turn.done() and not turn.cancelled()
 
     def _call(self) -> None:
         if not self._is_called:
@@ -56,8 +62,9 @@ class LoopShare:
         self._is_called = False
         self._spent_s = 0.0
         for _ in range(min(WOKEN_MAX, len(self._waiting))):
-            turn = self._waiting.popleft()
+            _, turn = heapq.heappop(self._waiting)
             if not turn.done():  # else whoever waited has gone
+                self._woken_count += 1
                 turn.set_result(None)
         if self._waiting:
             self._call()

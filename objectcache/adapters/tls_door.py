@@ -16,7 +16,8 @@ import socket
 import ssl
 import time
 from collections import OrderedDict
-from typing import Final, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 from objectcache.adapters.limited_server import LimitedServer
 
@@ -46,7 +47,7 @@ class TlsDoor:
         self.context = context
         self._server = server
         self._shares = ReadShares()
-        self._handshakes: dict[str, OrderedDict[asyncio.Task[None], socket.socket]] = {}
+        self._handshakes: dict[str, OrderedDict[asyncio.Task[Any], socket.socket]] = {}
         """By address, the oldest one first."""
         self.handshake_count = 0
 
@@ -73,38 +74,44 @@ class TlsDoor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, accepted: socket.socket, address: str) -> None:
-        """Where there are too many, the oldest handshake of the address that has most ends, so that a crowd of one
-        address keeps no other out.
+        """Where there are too many handshakes, the oldest of the address that has most ends, so that a crowd of one
+        address keeps no other out. Where all places are taken, the longest idle connection gives its place up.
         """
         server = self._server
         is_full = self.handshake_count + server.open_count >= server.connections_max
-        if self.handshake_count and (self.handshake_count >= HANDSHAKES_MAX or is_full):
-            crowd = max(self._handshakes, key=lambda each: len(self._handshakes[each]))
+        if self.handshake_count >= HANDSHAKES_MAX or (
+            is_full and not server.makes_place(asyncio.get_running_loop().time()) and self.handshake_count
+        ):
+            counts = {each: len(own) for each, own in self._handshakes.items()}
+            most = max(counts.values())
+            crowd = address if counts.get(address, 0) >= most else max(counts, key=lambda each: counts[each])
             oldest, held = next(iter(self._handshakes[crowd].items()))
             self._end(oldest, crowd)
             _hang_up(held)
-        handshake = asyncio.get_running_loop().create_task(self._shake(accepted))
+        handshake = asyncio.get_running_loop().create_task(self._shake(accepted, address))
         self._handshakes.setdefault(address, OrderedDict())[handshake] = accepted
         self.handshake_count += 1
         handshake.add_done_callback(lambda task: self._end(task, address))
 
-    def _end(self, handshake: asyncio.Task[None], address: str) -> None:
+    def _end(self, handshake: asyncio.Task[Any] | None, address: str) -> None:
         own = self._handshakes.get(address)
-        if own is not None and handshake in own:
+        if own is not None and handshake is not None and handshake in own:
             del own[handshake]
             self.handshake_count -= 1
             if not own:
                 del self._handshakes[address]
 
-    async def _shake(self, accepted: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(
-                lambda: DecryptedReader(self._shares, cast(asyncio.Protocol, self._server())),
-                accepted,
-                ssl=self.context,
-                ssl_handshake_timeout=HANDSHAKE_S,
+    async def _shake(self, accepted: socket.socket, address: str) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def reader() -> DecryptedReader:
+            # the handshake counts no more when the connection does
+            return DecryptedReader(
+                self._shares, cast(asyncio.Protocol, self._server()), lambda: self._end(task, address)
             )
+
+        try:
+            await loop.connect_accepted_socket(reader, accepted, ssl=self.context, ssl_handshake_timeout=HANDSHAKE_S)
         except OSError as error:  # SSLError is one
             _log.debug("a TLS handshake has failed: %s", error)
 
@@ -163,13 +170,15 @@ class ReadShares:
 class DecryptedReader(asyncio.BufferedProtocol):
     """Passes the decrypted bytes of a connection on to its protocol."""
 
-    def __init__(self, shares: ReadShares, protocol: asyncio.Protocol) -> None:
+    def __init__(self, shares: ReadShares, protocol: asyncio.Protocol, on_made: Callable[[], None]) -> None:
+        self._on_made = on_made
         self._shares = shares
         self._protocol = protocol
         self._began_s = 0.0
         self.read_bytes = READ_BYTES_FIRST
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._on_made()
         self._protocol.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -139,10 +139,14 @@ class PassingOn:
         kept = {
             name: value
             for name, value in self._answer.headers.items()
-            if _is_passed_on(name.lower()) and is_encodable(value)
+            if _is_passed_on(name.lower()) and _is_writable(value)
         }
         kept[ENGINE_HEADER], kept[REQUEST_HEADER] = self._engine.name, self._exchange.receipt.request_id
         return {**kept, **self._exchange.cors}
+
+
+def _is_writable(value: str) -> bool:
+    return is_encodable(value) and not any(each < " " and each != "\t" for each in value)
 
 
 def _is_passed_on(name: str) -> bool:

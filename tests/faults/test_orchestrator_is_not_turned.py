@@ -193,9 +193,8 @@ async def test_an_answer_that_only_ends_with_its_connection_is_not_kept() -> Non
 
 async def test_headers_that_are_no_text_are_left_out() -> None:
     """They were answered 500, with a traceback in the log for each request."""
-    head = (
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Disposition: a\xe9\r\nContent-Length: 2\r\n\r\n"
-    )
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Disposition: a\xe9\r\nX-Request-Id: a\x01\r\n"
+    head += b"Content-Length: 2\r\n\r\n"
     async with (
         raw_engine(head + b"{}") as url,
         orchestrated([], replace(QUICK, engines=(EngineSettings(url),)), is_waiting=False) as bed,

@@ -173,6 +173,28 @@ def test_handshakes_and_connections_together_are_no_more_than_the_server_takes(
 
 
 @LOOPS
+def test_where_all_places_are_taken_the_longest_idle_connection_gives_its_own_up(
+    make_loop: MakeLoop, tmp_path: Path
+) -> None:
+    """Each accept ended the handshake before it, and with a crowd of them nobody came in."""
+
+    async def story(made: Bed) -> None:
+        made.server.connections_max = 6
+        async with contextlib.AsyncExitStack() as idle:
+            for _ in range(6):
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", made.port, ssl=made.trust, server_hostname="127.0.0.1"
+                )
+                idle.callback(writer.close)
+            await until(lambda: made.server.open_count == 6)
+            for _ in range(3):
+                async with aiohttp.ClientSession() as http, http.put(made.url(), data=b"me", ssl=made.trust) as answer:
+                    assert await answer.read() == b"me"
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
 def test_new_connections_have_the_context_that_is_there_now(make_loop: MakeLoop, tmp_path: Path) -> None:
     """A context whose files were loaded again kept its old key beside one of another kind, and served the old one."""
 
@@ -203,8 +225,8 @@ async def test_whoever_has_waited_reads_before_whoever_comes_again(monkeypatch: 
     clock = [0.0]
     monkeypatch.setattr(tls_door.time, "perf_counter", lambda: clock[0])
     shares = ReadShares()
-    greedy, others = DecryptedReader(shares, asyncio.Protocol()), []
-    others = [DecryptedReader(shares, asyncio.Protocol()) for _ in range(3)]
+    greedy, others = DecryptedReader(shares, asyncio.Protocol(), lambda: None), []
+    others = [DecryptedReader(shares, asyncio.Protocol(), lambda: None) for _ in range(3)]
 
     def read(reader: DecryptedReader) -> int:
         size = len(reader.get_buffer(-1))

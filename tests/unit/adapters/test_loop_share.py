@@ -80,3 +80,28 @@ async def test_a_block_whose_task_has_gone_keeps_nobody_waiting(clock: Clock) ->
     assert [type(each) for each in ended].count(asyncio.CancelledError) == 2
     async with share.turn():
         pass
+
+
+@pytest.mark.parametrize("others", [1, 2, 5, 20, 100])
+async def test_whoever_has_waited_longest_runs_next(others: int, clock: Clock) -> None:
+    """Those that found no time put themselves back in the opposite order, and others ran before them for ever."""
+    share, is_over = LoopShare(), asyncio.Event()
+    ran: list[int] = []
+
+    async def again_and_again() -> None:
+        while not is_over.is_set():
+            async with share.turn():
+                clock.now_s += 2 * loop_share.TURN_S
+
+    async def once(number: int) -> None:
+        async with share.turn():
+            clock.now_s += 2 * loop_share.TURN_S
+            ran.append(number)
+
+    crowd = [asyncio.create_task(again_and_again()) for _ in range(others)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(once(number) for number in range(40)))
+    assert ran == list(range(40))
+    is_over.set()
+    await asyncio.gather(*crowd)
