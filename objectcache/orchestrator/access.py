@@ -36,7 +36,7 @@ class Access:
         return self._orders.tenant(tenant)
 
     def caller(self, http: web.BaseRequest) -> str:
-        """Whoever shares memory with others: the tenant, and without tenants the address that asks. Raises Refusal."""
+        """The name under which memory counts: the tenant, or where there are none the address. Raises Refusal."""
         return self.tenant(http).name or http.remote or ""
 
     def require_admin(self, http: web.BaseRequest) -> None:

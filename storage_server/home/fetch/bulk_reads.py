@@ -138,6 +138,7 @@ class BulkRead:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._is_ended = False
+        self._refusal: Head | None = None
         self._problem = "the request was broken off"
         self._received_bytes = 0
         self._seen_bytes: int | None = None
@@ -203,6 +204,8 @@ class BulkRead:
                 else:
                     response.close()
                     connection.close()
+            if self._refusal is not None:  # only now: whoever is told of it ends the read, and with it the connection
+                self._tell(self._refusal)
         except http.client.IncompleteRead as error:
             raise unreachable(self._problem if self._is_ended else "the answer ended early") from error
         except (OSError, http.client.HTTPException) as error:
@@ -248,7 +251,7 @@ class BulkRead:
         view = self._into.view
         if response.status >= 300:
             is_whole, document = _error_document(response)
-            self._tell(Head(response.status, headers, document))
+            self._refusal = Head(response.status, headers, document)
             return is_whole and response.isclosed() and not response.will_close
         self._tell(Head(response.status, headers))
         if response.length != len(view):

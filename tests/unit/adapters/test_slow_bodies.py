@@ -65,7 +65,7 @@ def test_the_slowest_end_first_and_a_batch_at_once() -> None:
 
 
 def test_nobody_looks_for_each_newcomer() -> None:
-    """Who floods an address would otherwise have every connection looked at for each of theirs."""
+    """A flood of newcomers would otherwise have every connection looked at for each of them."""
     slow: SlowBodies[str] = SlowBodies(128)
     assert slow.slowest(0.0, lambda _: 1.0) == []
     slow.note("a", 1.0)
