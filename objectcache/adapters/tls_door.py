@@ -46,7 +46,8 @@ class TlsDoor:
     def __init__(self, server: LimitedServer, context: ssl.SSLContext) -> None:
         self.context = context
         self._server = server
-        self._shares = ReadShares()
+        self.shares = ReadShares()
+        """The share of each connection in the time to decrypt."""
         self._handshakes: dict[str, OrderedDict[asyncio.Task[Any], socket.socket]] = {}
         """By address, the oldest one first."""
         self.handshake_count = 0
@@ -107,7 +108,7 @@ class TlsDoor:
         def reader() -> DecryptedReader:
             # the handshake counts no more when the connection does
             return DecryptedReader(
-                self._shares, cast(asyncio.Protocol, self._server()), lambda: self._end(task, address)
+                self.shares, cast(asyncio.Protocol, self._server()), lambda: self._end(task, address)
             )
 
         try:

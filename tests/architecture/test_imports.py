@@ -71,6 +71,7 @@ PURE_MODULES = (
     "objectcache/adapters/nixl_memory.py",
     "objectcache/adapters/nixl_metadata.py",
     "objectcache/adapters/reading_pace.py",
+    "objectcache/adapters/slow_bodies.py",
     "objectcache/calibration/compute/cost_model.py",
     "objectcache/calibration/compute/shapes.py",
     "objectcache/calibration/content.py",

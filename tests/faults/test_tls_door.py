@@ -96,13 +96,13 @@ def test_records_of_one_byte_do_not_stop_the_loop(make_loop: MakeLoop, tmp_path:
     passes: list[int] = []
 
     async def story(made: Bed) -> None:
-        took = made.door._shares.take
+        took = made.door.shares.take
 
         def counted(nbytes: int, took_s: float) -> bytes:
             passes.append(nbytes)
             return took(nbytes, took_s)
 
-        made.door._shares.take = counted  # type: ignore[method-assign]
+        made.door.shares.take = counted  # type: ignore[method-assign]
         head = b"PUT / HTTP/1.1\r\nHost: h\r\nContent-Length: 6000\r\n\r\n"
         answers = await asyncio.gather(*(asyncio.to_thread(_in_records_of_one, made, head, 6000) for _ in range(8)))
         assert answers == [b"x" * 6000] * 8
