@@ -17,7 +17,7 @@ MODULES = [
 ]
 REQUESTS = {"delete", "get", "head", "post", "put", "request"}
 OPTIONS = {"data", "headers", "json", "params", "timeout"}
-"""What a request of a session has among its arguments, and no `get` of a mapping."""
+"""A request of a session has one of these arguments; `get` of a mapping has none."""
 
 
 def sessions_made(source: str) -> int:

@@ -504,7 +504,7 @@ def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
 
 
 def test_a_renewal_that_fails_leaves_nothing_mapped(local: LocalStack, caller: Caller) -> None:
-    """What it had mapped would count nowhere: one key could take every mapping that a process may have."""
+    """Its mapped regions would count nowhere: one key could take every mapping that a process may have."""
     first = {"region_id": "kv", "address": 0, "length": SIZE}
     caller.offer([memfd()])
     agent_id = register(local, caller.ticket, [first])
