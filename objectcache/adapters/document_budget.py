@@ -1,8 +1,5 @@
 """DocumentBudget: bounds the memory of request documents, in all and for each access key. Pure state.
 
-Where others hold some, a key gets at most half of what they leave: the next one gets half of the rest. So a few keys
-together keep nobody out.
-
 One key has at most half of what others leave: the first one half of all, the next one half of the rest. So several keys
 together keep nobody out either.
 

@@ -377,6 +377,8 @@ def list_page(found: dict[str, Any]) -> ListPage:
     prefixes = [name_of(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return ListPage(objects, prefixes, None)
+    if not (objects or prefixes):
+        raise ValueError("a page without an entry that is not the last one")
     last_key = objects[-1].key if objects else ""
     last_prefix = prefixes[-1] + AFTER_PREFIX if prefixes else ""
     return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))

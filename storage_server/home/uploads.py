@@ -134,7 +134,7 @@ def _part_page(upload: UploadRef, found: dict[str, Any]) -> PartPage:
         )
         for each in entries_of(found, "Parts")
     ]
-    next_marker = parts[-1].part_number if found.get("IsTruncated") and parts else None
+    next_marker = parts[-1].part_number if found.get("IsTruncated") else None
     return PartPage(_upload_info(upload.upload_id, upload.key, found), parts, next_marker)
 
 
@@ -145,9 +145,10 @@ def _upload_page(found: dict[str, Any]) -> UploadPage:
     prefixes = [name_of(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return UploadPage(uploads, prefixes, None, None)
-    return UploadPage(
-        uploads, prefixes, name_of(found.get("NextKeyMarker", "")), found.get("NextUploadIdMarker") or None
-    )
+    next_key = name_of(found.get("NextKeyMarker", ""))
+    if not next_key:
+        raise ValueError("a page that is not the last one, and does not say where the next one begins")
+    return UploadPage(uploads, prefixes, next_key, found.get("NextUploadIdMarker") or None)
 
 
 def _named(upload: UploadRef) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.objects import ListRequest, ReadRequest, UploadListRequest
+from descriptors.objects import ListRequest, ReadRequest, UploadListRequest, UploadRef
 from objectcache.adapters.caller import CALLER
 from storage_server.home import objects
 from storage_server.home.objects import UpstreamObjects
@@ -199,6 +199,25 @@ async def test_a_list_that_no_service_sends_is_refused(service: Service, upstrea
     with pytest.raises(ServerError) as refused:
         await UpstreamObjects(upstream, 1).list_objects("key", ListRequest("bucket"))
     assert refused.value.code is ErrorCode.INTERNAL_ERROR
+
+
+MORE_TO_COME = b"<IsTruncated>true</IsTruncated>"
+
+
+async def test_a_page_that_is_not_the_last_says_where_the_next_one_begins(service: Service, upstream: Upstream) -> None:
+    objects = UpstreamObjects(upstream, 1)
+    uploads = UpstreamUploads(upstream, objects, 1)
+    upload = UploadRef("bucket", "k", "id")
+    asked = {
+        b"ListBucketResult": lambda: objects.list_objects("key", ListRequest("bucket")),
+        b"ListMultipartUploadsResult": lambda: uploads.list_uploads("key", UploadListRequest("bucket")),
+        b"ListPartsResult": lambda: uploads.list_parts("key", upload, 0, 1000),
+    }
+    for root, ask in asked.items():
+        service.answer = document(b"<%b>%b</%b>" % (root, MORE_TO_COME, root))
+        with pytest.raises(ServerError) as refused:
+            await ask()
+        assert refused.value.code is ErrorCode.INTERNAL_ERROR
 
 
 PARTS = (

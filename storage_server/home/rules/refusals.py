@@ -8,6 +8,8 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerE
 from descriptors.xml_body import element_of
 
 MESSAGE_CHARACTERS_MAX = 1024
+NAME_CHARACTERS_MAX = 128
+"""Codes and the names of arguments are a few dozen characters."""
 ELEMENTS_MAX = 256
 """An error has no more elements; those of S3 have a dozen."""
 RETRY_AFTER_DIGITS = 6
@@ -83,7 +85,11 @@ def _parsed(document: bytes) -> tuple[str, str, str | None]:
     except ValueError:
         return "", "", None
 
-    def text(name: str) -> str:
-        return next((each.text or "" for each in root.iter() if each.tag == name), "")
+    def text(name: str, characters_max: int) -> str:
+        return next((each.text or "" for each in root.iter() if each.tag == name), "")[:characters_max]
 
-    return text("Code"), text("Message")[:MESSAGE_CHARACTERS_MAX], text("ArgumentName") or None
+    return (
+        text("Code", NAME_CHARACTERS_MAX),
+        text("Message", MESSAGE_CHARACTERS_MAX),
+        text("ArgumentName", NAME_CHARACTERS_MAX) or None,
+    )

@@ -28,6 +28,14 @@ def test_a_refusal_has_the_words_of_the_service() -> None:
     assert (error.code, error.message) == (ErrorCode.NO_SUCH_BUCKET, "none")
 
 
+def test_a_refusal_has_few_words_of_the_service() -> None:
+    long = b"x" * 5_000
+    error = refusal(
+        400, b"<Error><Code>%b</Code><Message>%b</Message><ArgumentName>%b</ArgumentName></Error>" % ((long,) * 3)
+    )
+    assert len(error.message) + len(error.field or "") < 1_500
+
+
 @pytest.mark.parametrize(
     "document",
     [
