@@ -11,13 +11,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import groupby
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.objects import BucketCache
 from storage_server.cache.cache_set import CacheSet, held_of
 from storage_server.cache.former_objects import FormerObjects
 from storage_server.cache.news import Asked, News
@@ -31,7 +30,7 @@ from storage_server.kernel.data.space import Bound, Space
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.removal import remove_versions
-from storage_server.kernel.rules.rows import KeyChange
+from storage_server.kernel.rules.rows import Committed
 from storage_server.kernel.time_of_day import TimeOfDay
 from storage_server.kernel.watcher import Watcher
 from storage_server.settings import CacheSettings
@@ -102,24 +101,20 @@ class Evictor(Watcher):
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
         return self.caches.bounds_of(bucket, of_part=of_part)
 
-    def note_changes(
-        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
-    ) -> None:
-        """Note what keys show now, what the parts of open uploads take more, by buckets, and which buckets were created
-        or deleted. Called by the committer's thread.
-        """
-        for bucket, declared in caches.items():
+    def note_changes(self, committed: Committed) -> None:
+        """As in Watcher."""
+        for bucket, declared in committed.caches.items():
             self.caches.declare(bucket, declared)
-        for bucket, nbytes in part_bytes.items():
+        for bucket, nbytes in committed.part_bytes.items():
             if bucket in self.caches.buckets:
                 self.caches.buckets[bucket].part_bytes += nbytes
-        for change in changes:
+        for change in committed.keys:
             cache = self.caches.buckets.get(change.bucket)
             if cache is not None:
                 cache.note(change)
             if cache is not None or self.caches.whole is not None:
                 self.news.note_change(change)
-        if (changes or part_bytes) and self.caches.is_needed:
+        if (committed.keys or committed.part_bytes) and self.caches.is_needed:
             self.caches.note_room()
             if self.caches.is_short():
                 self._wake_up()

@@ -13,13 +13,13 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
 from descriptors.errors import ServerError
-from descriptors.objects import BucketCache, ByteRange
+from descriptors.objects import ByteRange
 from descriptors.storage_api import Piece
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.threads import to_end
@@ -41,7 +41,7 @@ from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.objects import Objects
-from storage_server.kernel.rules.rows import KeyChange, StoredPart
+from storage_server.kernel.rules.rows import Committed, StoredPart
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.kernel.upkeep.compaction import Compactor
 from storage_server.kernel.upkeep.dedup import Deduplicator
@@ -194,11 +194,10 @@ class EmbeddedStore:
         if not self.segments.is_written(file_id):
             self.files.dispose(file_id)
 
-    def _note_changes(
-        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
-    ) -> None:
-        self.evictor.note_changes(changes, part_bytes, caches)
-        self.deduplicator.note_changes(changes)
+    def _note_changes(self, committed: Committed) -> None:
+        self.evictor.note_changes(committed)
+        self.deduplicator.note_changes(committed)
+        self.compactor.note_files(committed.files)
 
     def _is_busy(self, own_pinned_count: int) -> bool:
         """Whether anyone but the caller, who has so many files pinned, reads or writes."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from descriptors.objects import BucketCache
 from storage_server.kernel.data.space import Bound
-from storage_server.kernel.rules.rows import KeyChange
+from storage_server.kernel.rules.rows import Committed
 
 
 class Watcher:
@@ -16,12 +15,8 @@ class Watcher:
         """The bounds of the bucket in which a body needs room; none where the bucket has no bound of its own."""
         return ()
 
-    def note_changes(
-        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
-    ) -> None:
-        """Note what keys show now, what the parts of open uploads take more, by buckets, and which buckets were created
-        or deleted. Called by the committer's thread.
-        """
+    def note_changes(self, committed: Committed) -> None:
+        """Note what has changed. Called by the committer's thread."""
 
     def note_read(self, bucket: str, keys: Sequence[str]) -> None:
         """Note that the chunks of a prefix, or one object, were read."""

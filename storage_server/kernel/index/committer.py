@@ -18,13 +18,12 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.objects import BucketCache
 from objectcache.adapters.beneath import Beneath
 from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.extents import Hole
@@ -35,7 +34,7 @@ from storage_server.kernel.index.reserve import Reserve
 from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shrink
 from storage_server.kernel.index.transaction import Transaction, version_counter
-from storage_server.kernel.rules.rows import KeyChange, Touched
+from storage_server.kernel.rules.rows import Committed, Touched
 from storage_server.planning.durability import Durability
 
 BATCH_MAX = 256
@@ -97,9 +96,8 @@ class Committer:
     """Owns the index's writing connection. Keys that a transaction changed are removed from `resolved`. The thread
     calls `dispose` with files that no row names. It calls `punch` with freed locations in other files, `punch_delay_s`
     after nobody in this process can find them any more. `mark` records the number of transactions. `space` is told
-    which bytes are about to be given back, and `on_changes` what keys show, and what the parts of open uploads take
-    more, by buckets, once it is committed. `journal` is where other servers read of each transaction; it has the
-    transaction before its commit.
+    which bytes are about to be given back, and `on_changes` what has changed, once it is committed. `journal` is where
+    other servers read of each transaction; it has the transaction before its commit.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class Committer:
         resolved: ResolvedKeys,
         mark: Mark,
         space: Space,
-        on_changes: Callable[[Sequence[KeyChange], Mapping[str, int], Mapping[str, BucketCache | None]], None],
+        on_changes: Callable[[Committed], None],
         journal: SharedJournal | None = None,
     ) -> None:
         self._path = path
@@ -349,7 +347,7 @@ class Committer:
             dead = tx.dead_files()
             holes = tx.holes()
             self.db.execute("COMMIT")
-            self._on_changes(tx.changes, tx.part_bytes, tx.caches)
+            self._on_changes(tx.committed())
             self._space.doom(holes)
             self.transaction_count += 1
             self.change_count += sum(job.error is None for job in batch)

@@ -18,6 +18,7 @@ from storage_server.kernel.rules.rows import (
     BUCKET_COLUMNS,
     OBJECT_COLUMNS,
     RULES,
+    Committed,
     KeyChange,
     KeyUse,
     StoredObject,
@@ -34,16 +35,18 @@ CACHES_MAX, CACHES_OF_KEY_MAX = 256, 64
 
 class Transaction:
     """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the
-    locations in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie
-    elsewhere now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a
-    copy of this index must be told of. `part_bytes` sums up by buckets what the parts of open uploads take more.
-    `caches` has the buckets that were created or deleted, with the cache that each is from now on.
+    locations in them: file, offset, bytes; `gained` collects files that rows name that did not before. `changes`
+    collects what keys show now, and `moved` the keys whose bytes lie elsewhere now; `has_moved` says that those of any
+    other key may, too. `touched` collects what others that have a copy of this index must be told of. `part_bytes` sums
+    up by buckets what the parts of open uploads take more. `caches` has the buckets that were created or deleted, with
+    the cache that each is from now on.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
         self.db = db
         self.synced = synced
         self.released: set[str] = set()
+        self.gained: set[str] = set()
         self.lost: set[tuple[str, int, int]] = set()
         self.changes: list[KeyChange] = []
         self.part_bytes: Counter[str] = Counter()
@@ -64,7 +67,8 @@ class Transaction:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step of the transaction. If the block raises, only the changes made in the block are undone."""
-        released, lost = set(self.released), set(self.lost)
+        released, self.released = self.released, set()
+        lost, self.lost = self.lost, set()
         change_count, touched_count = len(self.changes), len(self.touched)
         part_bytes, caches = self.part_bytes.copy(), self.caches.copy()
         self.db.execute("SAVEPOINT step")
@@ -79,6 +83,14 @@ class Transaction:
             del self.touched[touched_count:]
             raise
         self.db.execute("RELEASE step")
+        released |= self.released
+        lost |= self.lost
+        self.released, self.lost = released, lost
+
+    def committed(self) -> Committed:
+        """All that has changed."""
+        files = self.released | self.gained | {file_id for file_id, _ in self.named}
+        return Committed(self.changes, self.part_bytes, self.caches, files)
 
     def dead_files(self) -> list[str]:
         """Released files that no row names any more."""
@@ -324,6 +336,8 @@ def copy(tx: Transaction, request: CopyRequest, seen: StoredObject, made: Object
         f"INSERT INTO extents (version, {columns}) SELECT ?, {columns} FROM extents WHERE version = ?",
         (version, source.version),
     )
+    named = tx.db.execute("SELECT DISTINCT file_id FROM extents WHERE version = ?", (version,))
+    tx.gained.update(file_id for (file_id,) in named)
     info = replace(made, key=request.key, modified_at=now_s)
     tx.put_row(request.bucket, info, version)
     return info

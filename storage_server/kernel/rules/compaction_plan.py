@@ -90,7 +90,7 @@ def plan(uses: Iterable[SegmentUse], rules: Rules) -> list[tuple[str, ...]]:
     A small segment that is not sparse joins only where the outcome has at least twice its extents. So an extent is
     moved only a few times for being in a small segment, and few small segments are left.
     """
-    wanted = [use for use in uses if _fits([use], rules) and (rules.is_sparse(use) or rules.is_small(use))]
+    wanted = [use for use in uses if is_candidate(use, rules)]
     groups: list[list[SegmentUse]] = []
     for use in sorted(wanted, key=lambda use: (use.first_version, use.file_id)):
         if groups and _fits([*groups[-1], use], rules):
@@ -99,6 +99,11 @@ def plan(uses: Iterable[SegmentUse], rules: Rules) -> list[tuple[str, ...]]:
             groups.append([use])
     jobs = [_worthwhile(group, rules) for group in groups]
     return [tuple(use.file_id for use in job) for job in jobs if job]
+
+
+def is_candidate(use: SegmentUse, rules: Rules) -> bool:
+    """Whether `plan` may put the segment into a job."""
+    return _fits([use], rules) and (rules.is_sparse(use) or rules.is_small(use))
 
 
 def layout(live: Iterable[LiveExtent]) -> list[Move]:

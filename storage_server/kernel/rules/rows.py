@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -76,6 +76,19 @@ class KeyChange:
     modified_at: float = 0.0
     attributes: Attributes = field(default_factory=Attributes)
     is_dirty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The changes of a transaction that is committed: what keys show now; what the parts of open uploads take more, by
+    buckets; the buckets that were created or deleted, with the cache that each is from now on; and the `files` of which
+    rows have come or gone.
+    """
+
+    keys: Sequence[KeyChange]
+    part_bytes: Mapping[str, int]
+    caches: Mapping[str, BucketCache | None]
+    files: Set[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +36,17 @@ from storage_server.kernel.data.segments import Segments, WriteFile
 from storage_server.kernel.data.space import Bound
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
-from storage_server.kernel.rules.compaction_plan import CopyStep, Move, Rules, SegmentUse, layout, plan, steps
-from storage_server.kernel.upkeep.compaction_rows import FileUse, file_uses, live_extents, move_rows
+from storage_server.kernel.rules.compaction_plan import (
+    CopyStep,
+    Move,
+    Rules,
+    SegmentUse,
+    is_candidate,
+    layout,
+    plan,
+    steps,
+)
+from storage_server.kernel.upkeep.compaction_rows import FileUse, file_uses, files_after, live_extents, move_rows
 from storage_server.kernel.upkeep.pace import wait_turn
 from storage_server.planning.extent import CorruptExtentError
 
@@ -43,6 +54,8 @@ STEP_BYTES = MIB
 SYNC_BYTES = 8 * MIB
 """The copy is synced whenever this many bytes were written: one sync of a whole segment would delay all other syncs."""
 FILES_PER_QUERY = 512
+CHANGED_MAX = 65_536
+"""Where more files have changed since the last look, all are looked at."""
 ROOM_BYTES_MIN = 64 * MIB
 """Bytes that stay free beside the new segment, so that compaction never fills the disk."""
 _log = logging.getLogger(__name__)
@@ -103,8 +116,23 @@ class Compactor:
         self._is_busy = is_busy
         self._pinned_count = 0
         self._damaged: set[str] = set()
+        self._candidates: dict[str, SegmentUse] = {}
+        """The segments that a plan may rewrite."""
+        self._written: set[str] = set()
+        """Segments that were written to when they were looked at."""
+        self._changed: set[str] | None = None
+        """The files of which rows have come or gone since they were looked at; None: all must be looked at."""
+        self._changed_lock = threading.Lock()
         self.rewritten_bytes = 0
         """How many bytes were copied into new segments since the start."""
+
+    def note_files(self, file_ids: AbstractSet[str]) -> None:
+        """Note that rows of these files have come or gone. May be called from any thread."""
+        with self._changed_lock:
+            if self._changed is not None:
+                self._changed |= file_ids
+                if len(self._changed) > CHANGED_MAX:
+                    self._changed = None
 
     async def run(self, interval_s: float, bytes_per_s: float) -> None:
         """Compact worthwhile segments every `interval_s`, until cancelled."""
@@ -130,7 +158,8 @@ class Compactor:
         is_done = False
         while not is_done:
             before = tally.progress
-            for job in plan(await self._uses(), self._rules()):
+            await self._look()
+            for job in plan(self._candidates.values(), self._rules()):
                 await self._rewrite(job, tally, bytes_per_s)
                 if on_job is not None:
                     on_job(tally)
@@ -140,23 +169,50 @@ class Compactor:
     def _rules(self) -> Rules:
         return Rules(self._live_fraction_max, self._segments.extents_max, self._segments.bytes_max)
 
-    async def _uses(self) -> list[SegmentUse]:
-        """The use of every segment that is closed and sound. A file of one large extent is not a segment."""
-        found: list[SegmentUse] = []
-        seen: set[str] = set()
+    async def _look(self) -> None:
+        """Look at the files that have changed, at first at all."""
+        with self._changed_lock:
+            changed, self._changed = self._changed, set()
+        try:
+            if changed is None:
+                await self._look_at_all()
+            else:
+                file_ids = sorted(changed | self._written)
+                for start in range(0, len(file_ids), FILES_PER_QUERY):
+                    await self._look_at(file_ids[start : start + FILES_PER_QUERY])
+        except BaseException:
+            with self._changed_lock:
+                self._changed = None
+            raise
+
+    async def _look_at_all(self) -> None:
+        self._candidates, self._written = {}, set()
+        sound: set[str] = set()
         after = ""
-        while page := await self._reader.threaded(partial(file_uses, after=after, limit=FILES_PER_QUERY)):
-            after = page[-1].file_id
-            seen.update(use.file_id for use in page)
-            found += await self._io.run(partial(self._sized, page))
-        self._damaged &= seen
-        return found
+        while file_ids := await self._reader.threaded(partial(files_after, after=after, limit=FILES_PER_QUERY)):
+            after = file_ids[-1]
+            sound |= self._damaged.intersection(file_ids)
+            await self._look_at(file_ids)
+        self._damaged &= sound
+
+    async def _look_at(self, file_ids: Sequence[str]) -> None:
+        """Note which of these files are segments that a plan may rewrite: closed and sound ones. A file of one large
+        extent is not a segment.
+        """
+        uses = await self._reader.threaded(partial(file_uses, file_ids=file_ids))
+        written = {use.file_id for use in uses if self._segments.is_written(use.file_id)}
+        sized = await self._io.run(partial(self._sized, [use for use in uses if use.file_id not in written]))
+        self._damaged -= set(file_ids) - {use.file_id for use in uses}
+        self._written = self._written.difference(file_ids) | written
+        for file_id in file_ids:
+            self._candidates.pop(file_id, None)
+        self._candidates |= {use.file_id: use for use in sized if is_candidate(use, self._rules())}
 
     def _sized(self, uses: Sequence[FileUse]) -> list[SegmentUse]:
         sized = []
         for use in uses:
             is_alone = use.extent_count == 1 and use.extent_bytes_max > self._segments.packed_bytes_max
-            if is_alone or use.file_id in self._damaged or self._segments.is_written(use.file_id):
+            if is_alone or use.file_id in self._damaged:
                 continue
             try:
                 nbytes = self._disk.size(extent_place(self._directory, use.file_id))
@@ -183,6 +239,7 @@ class Compactor:
                 damaged = await self._copy(moves, target, bytes_per_s)
                 if damaged is not None:
                     self._damaged.add(damaged.file_id)
+                    self._candidates.pop(damaged.file_id, None)
                     tally.damaged.append(damaged)
                     _log.error("segment %s is damaged and stays as it is: %s", damaged.file_id, damaged.reason)
                     return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage_server.kernel.index.transaction import Transaction
@@ -33,15 +33,21 @@ class FileUse:
     extent_bytes_max: int
 
 
-def file_uses(db: sqlite3.Connection, after: str, limit: int) -> list[FileUse]:
+def files_after(db: sqlite3.Connection, after: str, limit: int) -> list[str]:
     """Up to `limit` files in the order of their names, from the first after `after`."""
-    found: list[FileUse] = []
+    found: list[str] = []
     while len(found) < limit:
         (after,) = db.execute(_NEXT_FILE, (after,)).fetchone()
         if after is None:
             break
-        found.append(FileUse(after, *db.execute(_USE, (after,)).fetchone()))
+        found.append(after)
     return found
+
+
+def file_uses(db: sqlite3.Connection, file_ids: Iterable[str]) -> list[FileUse]:
+    """Those of these files that rows name."""
+    found = [(file_id, db.execute(_USE, (file_id,)).fetchone()) for file_id in file_ids]
+    return [FileUse(file_id, *use) for file_id, use in found if use[0] is not None]
 
 
 def live_extents(db: sqlite3.Connection, file_ids: Collection[str]) -> list[LiveExtent]:
@@ -78,6 +84,7 @@ def move_rows(tx: Transaction, file_id: str, moves: Sequence[Move]) -> int:
     tx.has_moved = tx.has_moved or bool(found)
     used = {target for _, target, _, _ in found}
     tx.released.update(sources)
+    tx.gained.add(file_id)
     tx.lost.update((file_id, move.offset, move.source.nbytes) for move in moves if move.offset not in used)
     return len(found)
 

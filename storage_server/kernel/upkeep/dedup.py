@@ -33,7 +33,7 @@ from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.transaction import Transaction
-from storage_server.kernel.rules.rows import KeyChange
+from storage_server.kernel.rules.rows import Committed
 from storage_server.kernel.upkeep.dedup_rows import (
     Stored,
     Version,
@@ -100,12 +100,16 @@ class Deduplicator:
         self.shared_bytes = 0
         """The space of these extents."""
 
-    def note_changes(self, changes: Sequence[KeyChange]) -> None:
+    def note_changes(self, committed: Committed) -> None:
         """Note what keys show now. May be called from any thread."""
         if not self._is_needed:
             return
         self._note(
-            [(change.bucket, change.key, change.version) for change in changes if change.version and change.nbytes]
+            [
+                (change.bucket, change.key, change.version)
+                for change in committed.keys
+                if change.version and change.nbytes
+            ]
         )
 
     async def run(self, bytes_per_s: float) -> None:

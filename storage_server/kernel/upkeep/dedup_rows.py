@@ -179,6 +179,7 @@ def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Duplic
             shared_count += 1
             tx.moved.add((each.new.bucket, each.new.key))
             tx.released.add(each.new.extent.file_id)
+            tx.gained.add(each.old.file_id)
             tx.lost.add(location_of(each.new.extent))
             if tx.db.execute(named, location_of(each.new.extent)).fetchone() is None:
                 shared_bytes += aligned(each.new.extent.nbytes)

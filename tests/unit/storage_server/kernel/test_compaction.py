@@ -6,8 +6,11 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -28,6 +31,7 @@ from storage_server.kernel.beside import StoreBeside
 from storage_server.kernel.data.extents import extent_place
 from storage_server.kernel.data.segments import SEGMENT_EXTENTS_MAX
 from storage_server.kernel.upkeep import compaction, pace
+from storage_server.kernel.upkeep.compaction_rows import FileUse
 from storage_server.kernel.upkeep.scrub import scrub
 from storage_server.planning.durability import Durability
 from storage_server.planning.extent import ALIGNMENT_BYTES
@@ -496,3 +500,59 @@ def test_settings_that_would_never_end_are_refused(tmp_path: Path, wrong: dict[s
     """A full segment rewritten is a full segment again."""
     with pytest.raises(ValueError, match="compact_"):
         StorageSettings(data_dir=tmp_path, **wrong)  # type: ignore[arg-type]
+
+
+async def test_what_has_not_changed_is_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await sparse(tmp_path)
+    await store.compactor.compact()
+    await settled(store)
+    asked: list[str] = []
+    file_uses = compaction.file_uses
+
+    def counted(db: sqlite3.Connection, file_ids: Sequence[str]) -> list[FileUse]:
+        asked.extend(file_ids)
+        return file_uses(db, file_ids)
+
+    monkeypatch.setattr(compaction, "file_uses", counted)
+    await store.compactor.compact()
+    asked.clear()  # its own file was new to it
+    await store.compactor.compact()
+    assert asked == []
+    [(file_id, _, _)] = set(places(store)[:1])
+    await store.objects.delete_objects("k", "bbb", ["key-00"])
+    await store.compactor.compact()
+    assert set(asked) == {file_id}
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_looking_at_what_has_changed_finds_what_looking_at_all_finds(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    store = await opened(tmp_path)
+    await store.objects.create_bucket("k", "bbb")
+    keys = [f"key-{index:02}" for index in range(12)]
+
+    async def change() -> None:
+        key, other = random.choice(keys), random.choice(keys)
+        match random.randrange(5):
+            case 0 | 1:
+                await put(store, key, content(random.choice([1, 5000, LARGE]), random.randrange(3)))
+            case 2:
+                await store.objects.delete_objects("k", "bbb", [key])
+            case 3:
+                with suppress(CallerError):
+                    await store.objects.copy_object("k", CopyRequest(ReadRequest("bbb", key), "bbb", other))
+            case 4:
+                roll(store)
+
+    for _ in range(12):
+        for _ in range(random.randrange(8)):
+            await change()
+        if random.random() < 0.4:
+            await store.compactor.compact()
+        await store.compactor._look()
+        found = dict(store.compactor._candidates)
+        store.compactor._changed = None
+        await store.compactor._look()
+        assert store.compactor._candidates == found
+    store.close()
