@@ -14,6 +14,7 @@ from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.device.copies import COPIES
 from bench.experiments.device.recompute import RECOMPUTE
 from bench.experiments.engine.run import ENGINE
+from bench.experiments.growth import GROWTH
 from bench.experiments.ladder.run import LADDER
 from bench.experiments.orchestrator.run import ORCHESTRATOR
 from bench.experiments.overlap.run import OVERLAP
@@ -25,7 +26,7 @@ from bench.experiments.upstream import UPSTREAM
 
 EXPERIMENTS = (
     AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,
-    RECOMPUTE, COPIES, ENGINE,
+    RECOMPUTE, COPIES, ENGINE, GROWTH,
 )  # fmt: skip
 
 
