@@ -71,7 +71,7 @@ class GrowthSettings:
     """
 
     parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part))
-    objects: tuple[int, ...] = options.count("--objects", (10_000, 100_000, 1_000_000), (500, 1000), least=200)
+    objects: tuple[int, ...] = options.count("--objects", (10_000, 100_000, 1_000_000), (500, 1000), least=256)
     residents: tuple[int, ...] = options.count(
         "--residents", (10_000, 100_000, 1_000_000), (500, 1000), least=PREFIX_CHUNKS
     )
