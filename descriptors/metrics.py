@@ -19,7 +19,7 @@ ERRORS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """The upper bounds of the buckets of a relative error."""
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """The kinds of Prometheus metrics that are used here."""
 
     COUNTER = "counter"
@@ -32,22 +32,22 @@ class Metric:
     """`meaning` is one sentence. `labels` are the names of its labels, `buckets` a histogram's upper bounds."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
 
 def _counter(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(f"objectcache_{name}", Kind.COUNTER, meaning, labels)
+    return Metric(f"objectcache_{name}", MetricKind.COUNTER, meaning, labels)
 
 
 def _gauge(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(f"objectcache_{name}", Kind.GAUGE, meaning, labels)
+    return Metric(f"objectcache_{name}", MetricKind.GAUGE, meaning, labels)
 
 
 def _seconds(name: str, meaning: str, *labels: str) -> Metric:
-    return Metric(f"objectcache_{name}", Kind.HISTOGRAM, meaning, labels, SECONDS)
+    return Metric(f"objectcache_{name}", MetricKind.HISTOGRAM, meaning, labels, SECONDS)
 
 
 REQUESTS = _counter("gateway_requests_total", "S3 requests that were answered.", "operation", "status")
@@ -116,7 +116,7 @@ DELIVERY_FORMS = _counter(
 )
 DELIVERY_ERROR = Metric(
     "objectcache_delivery_worst_error_ratio",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "The error of the worst layer of deliveries to readers that accept codecs.",
     (),
     ERRORS,
@@ -213,7 +213,7 @@ ORCHESTRATOR_PREDICTION_ERROR = _seconds(
 )
 ORCHESTRATOR_DECISION = Metric(
     "objectcache_orchestrator_decision_seconds",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "Time to choose an engine, when all is known.",
     (),
     (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1),

@@ -55,7 +55,7 @@ DOCUMENTS: Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] 
 """Types whose wire form is a document of its own, bounded and checked: the functions that write and read it."""
 
 
-class Form(Enum):
+class CallForm(Enum):
     """How a call's bytes travel. VALUES: arguments and result are values. BODY: object bytes go with the arguments.
     READ: object bytes come with the result. SINK: a delivery, whose payload may come with the result.
     """
@@ -72,7 +72,7 @@ class PeerCall:
 
     role: str
     method: str
-    form: Form
+    form: CallForm
     names: tuple[str, ...]
     types: Mapping[str, Any]
     result_type: Any
@@ -161,13 +161,13 @@ def _read_off(role: str, method: str) -> PeerCall:
     types = get_type_hints(function)
     result_type = types.pop("return")
     names = tuple(name for name in inspect.signature(function).parameters if name != "self")
-    form = Form.VALUES
+    form = CallForm.VALUES
     if Body in types.values():
-        form = Form.BODY
+        form = CallForm.BODY
     elif BodySink in types.values():
-        form = Form.SINK
+        form = CallForm.SINK
     elif not inspect.iscoroutinefunction(function):
-        form, result_type = Form.READ, ReadHead
+        form, result_type = CallForm.READ, ReadHead
     document = next((name for name in names if types[name] in DOCUMENTS), None)
     return PeerCall(role, method, form, names, types, result_type, document)
 

@@ -19,7 +19,7 @@ from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
 from descriptors.objects import BodyDigests
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerSecrets, sign_call
-from descriptors.peer_calls import ARGUMENT_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
+from descriptors.peer_calls import ARGUMENT_BYTES_MAX, CALLS, RESULT_HEADER, CallForm, PeerCall
 from descriptors.rdma_token import ObjectPath, RdmaToken, declined
 from descriptors.storage_api import (
     AgentsApi,
@@ -294,7 +294,12 @@ def _refusal(body: bytes, status: int) -> ObjectCacheError:
 
 
 def _method(peer: Peer, call: PeerCall) -> Callable[..., Any]:
-    make = {Form.VALUES: peer.values, Form.BODY: peer.send, Form.READ: peer.read, Form.SINK: peer.deliver}[call.form]
+    make = {
+        CallForm.VALUES: peer.values,
+        CallForm.BODY: peer.send,
+        CallForm.READ: peer.read,
+        CallForm.SINK: peer.deliver,
+    }[call.form]
     return lambda *values, **named: make(call, call.bound(*values, **named))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
-from descriptors.peer_calls import CALLS, Form
+from descriptors.peer_calls import CALLS, CallForm
 from descriptors.storage_api import AgentsApi, Moved, ObjectsApi, PrefixesApi, StatusApi, StorageApi, UploadsApi
 from descriptors.tracing import REQUEST_ID_HEADER, Phase, ServerTiming
 from objectcache.adapters.phases import Phases
@@ -99,7 +99,7 @@ class _TimedRole:
         if call is None:
             raise AttributeError(method_name)
         method = getattr(self._role, method_name)
-        made = method if call.form is Form.READ else _timed(method)
+        made = method if call.form is CallForm.READ else _timed(method)
         setattr(self, method_name, made)
         return made
 

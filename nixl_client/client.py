@@ -45,7 +45,7 @@ from nixl_client.options import enum_member
 from nixl_client.session.agent import LIFETIME_S
 from nixl_client.session.check import Checked, check
 from nixl_client.session.retries import Retries
-from nixl_client.session.signed_http import Answer, SignedHttp, understood
+from nixl_client.session.signed_http import SignedAnswer, SignedHttp, understood
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
@@ -261,7 +261,7 @@ class Client:
             matched = _counted(answer.matched, chunk_keys)
         return matched, answer.advice or advise_here(matched, compute)
 
-    def _lookup(self, request: LookupRequest, timeout_s: float | None) -> Answer:
+    def _lookup(self, request: LookupRequest, timeout_s: float | None) -> SignedAnswer:
         """A server of an earlier release is asked without what it does not know."""
         try:
             bytes_max = TIERS_BYTES_MAX if request.tiers else LOOKUP_BYTES_MAX

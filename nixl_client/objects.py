@@ -22,7 +22,7 @@ from descriptors.tracing import REQUEST_ID_HEADER
 from nixl_client.options import enum_member
 from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.retries import always, if_refused
-from nixl_client.session.signed_http import Answer, SignedHttp, understood
+from nixl_client.session.signed_http import SignedAnswer, SignedHttp, understood
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer, as_buffer
 from nixl_client.transports.http import Stream, UnansweredError, number_in
@@ -232,7 +232,7 @@ class ObjectPaths:
     ) -> list[str]:
         request_id = uuid.uuid4().hex
 
-        def send(agent_id: str) -> Answer:
+        def send(agent_id: str) -> SignedAnswer:
             descriptor = Descriptor(
                 chunk_keys=tuple(chunk_keys),
                 num_layers=layout.num_layers,

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain
-from objectcache.calibration.samples import Spread, Turns, interleaved, spread
+from objectcache.calibration.samples import RoundTurns, Spread, interleaved, spread
 
 Way = TypeVar("Way")
 Sample = TypeVar("Sample")
@@ -25,7 +25,7 @@ def sampled(
     title: str,
     *,
     uncounted: int = 1,
-    turns: Turns = Turns.SAME,
+    turns: RoundTurns = RoundTurns.SAME,
     failed: Failed[Way] | None = None,
 ) -> dict[Way, list[Sample]]:
     """A sample of each way in every counted round; a way is given the number of the round. `failed` is told of a way

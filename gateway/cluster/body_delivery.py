@@ -26,7 +26,7 @@ from descriptors.storage_api import (
 from descriptors.tracing import Phase
 from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.forms import merged_forms
-from gateway.cluster.hedging import Step
+from gateway.cluster.hedging import HedgeStep
 from gateway.cluster.members import ROUNDS_MAX, Members, nobody, stopped
 from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Slices, Window, windows
 from gateway.cluster.split import Holding, descriptor_of, of_whole
@@ -150,7 +150,7 @@ class BodyDelivery:
         while waiting:
             portion = waiting.pop(0)
             try:
-                starts += await self._first(Step.BEGIN, portion, lambda each: each.body.started(), _Place(0, 0, 0))
+                starts += await self._first(HedgeStep.BEGIN, portion, lambda each: each.body.started(), _Place(0, 0, 0))
             except ObjectCacheError as error:
                 waiting[:0] = await self._replace(portion, error, 0, 0)
         self._mode = starts[0].mode
@@ -198,12 +198,12 @@ class BodyDelivery:
             place = _Place(layer, position, merger.nbytes_of(window, portion.holding.positions))
             try:
                 if place.nbytes:
-                    await self._first(Step.WINDOW, portion, take, place)
+                    await self._first(HedgeStep.WINDOW, portion, take, place)
             except ObjectCacheError as error:
                 waiting[:0] = await self._replace(portion, error, layer, position)
 
     async def _first(
-        self, step: Step, portion: _Portion, ask: Callable[[_Portion], Awaitable[_T]], place: _Place
+        self, step: HedgeStep, portion: _Portion, ask: Callable[[_Portion], Awaitable[_T]], place: _Place
     ) -> list[_T]:
         """The answer of a portion. Where it is slow, others are asked for the same from that place on, and the answers
         of whoever is first are taken: the others are stopped. Raises what the portion failed with, if no others did

@@ -34,7 +34,7 @@ IN_FLIGHT_BYTES = 1 << 20
 """Bytes of a stopped answer that were on their way besides those that were read: buffers of sockets, and one piece."""
 
 
-class Step(Enum):
+class HedgeStep(Enum):
     """A portion over http is waited for until it begins, and then for its slices of each window; a portion that goes
     into memory as a whole.
     """
@@ -64,26 +64,26 @@ class Hedging:
     """The waits of one gateway, and the bytes that its hedges have cost."""
 
     def __init__(self) -> None:
-        self._waits = {step: _Waits() for step in Step}
+        self._waits = {step: _Waits() for step in HedgeStep}
         self.delivered_bytes = 0
         self.extra_bytes = 0
         self.hedge_count = 0
         self.won_count = 0
 
-    def limit_s(self, step: Step, nbytes: int = 0) -> float | None:
+    def limit_s(self, step: HedgeStep, nbytes: int = 0) -> float | None:
         """How long a portion, of so many bytes where it is waited for as a whole, may be waited for before it counts as
         slow; None as long as too little is known.
         """
         limit = self._waits[step].limit
         if limit is None:
             return None
-        if step is Step.PORTION:
+        if step is HedgeStep.PORTION:
             return max(limit * _units(nbytes), LIMIT_S_MIN)
         return min(max(limit, LIMIT_S_MIN), LIMIT_S_MAX)
 
-    def waited(self, step: Step, wait_s: float, nbytes: int = 0) -> None:
+    def waited(self, step: HedgeStep, wait_s: float, nbytes: int = 0) -> None:
         """Note how long a portion was waited for that came by itself."""
-        self._waits[step].add(wait_s / _units(nbytes) if step is Step.PORTION else wait_s)
+        self._waits[step].add(wait_s / _units(nbytes) if step is HedgeStep.PORTION else wait_s)
 
     def delivered(self, nbytes: int) -> None:
         """Note bytes that a client was sent."""

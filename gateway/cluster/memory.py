@@ -18,7 +18,7 @@ from descriptors.placement import Indices
 from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
 from gateway.cluster.agents import UNKNOWN, may_still_write
 from gateway.cluster.dividing import divided, made_of
-from gateway.cluster.hedging import Step
+from gateway.cluster.hedging import HedgeStep
 from gateway.cluster.members import Members, nobody, stopped
 from gateway.cluster.split import Holding, descriptor_of, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
@@ -148,7 +148,7 @@ class MemoryDelivery:
         asked = {self._asked_of(portion, member): member}
         (own,) = asked
         try:
-            limit_s = None if self._members.are_paced(self._agent_id) else hedging.limit_s(Step.PORTION, nbytes)
+            limit_s = None if self._members.are_paced(self._agent_id) else hedging.limit_s(HedgeStep.PORTION, nbytes)
             if not (await asyncio.wait(asked, timeout=limit_s))[0]:
                 with suppress(ValueError):
                     second = self._next(portion, {*without, member.name})
@@ -185,7 +185,7 @@ class MemoryDelivery:
         is_paced = timing.wait_s > PACED_FRACTION * _total_s(timing)
         self._members.note_paced(self._agent_id, is_paced=is_paced)
         if seconds is not None and not is_paced:
-            self._members.hedging.waited(Step.PORTION, seconds, nbytes)
+            self._members.hedging.waited(HedgeStep.PORTION, seconds, nbytes)
 
     @property
     def _agent_id(self) -> str:

@@ -36,7 +36,7 @@ class Overtaken(Exception):
     """Others have brought what the reader of a portion waits for."""
 
 
-class Places(Protocol):
+class PortionPlaces(Protocol):
     """Where the bytes of a portion go, in order."""
 
     left_bytes: int
@@ -57,7 +57,7 @@ class PortionBody:
         self._stall_s = stall_s
         self._pace = ReadingPace(PATIENCE)
         self._start: DeliveryStart | None = None
-        self._places: Places | None = None
+        self._places: PortionPlaces | None = None
         self._skipped_bytes = 0
         self._is_filled = False
         self._came = asyncio.Event()
@@ -119,7 +119,7 @@ class PortionBody:
             await self._wait()
         return self._start
 
-    def want(self, window: Window, at: int, places: Places) -> None:
+    def want(self, window: Window, at: int, places: PortionPlaces) -> None:
         """Have the bytes from byte `at` of the body on put into places; those before are passed over. Bytes that come
         before `filled` is awaited are put, too.
         """

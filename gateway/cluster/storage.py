@@ -15,7 +15,7 @@ from descriptors.cluster import Member
 from descriptors.errors import ErrorCode
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.objects import NotDeleted
-from descriptors.peer_calls import CALLS, Form, PeerCall
+from descriptors.peer_calls import CALLS, CallForm, PeerCall
 from descriptors.status import StorageStatus
 from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, UploadsApi
 from gateway.cluster.agents import ClusterAgents
@@ -134,7 +134,7 @@ def _bound(members: Members, call: PeerCall, special: Special) -> Callable[..., 
 
 
 def _routed(members: Members, call: PeerCall) -> Callable[..., Any]:
-    if call.form is Form.READ:
+    if call.form is CallForm.READ:
         return lambda *values, **named: _read(members, call, call.bound(*values, **named))
     return lambda *values, **named: _ask(members, call, call.bound(*values, **named))
 

@@ -29,7 +29,7 @@ PACE_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """`layers_left` of `num_layers` have not come. The last layers took `pace_s` each (0: not known), and none has come
     for `silent_s`. A chunk-major delivery counts as one layer, since all its layers are complete at once.
     """
@@ -62,14 +62,14 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LoadVerdict:
     """Go on with the first `chunk_count` chunks of the load, and judge again after `recheck_s` without a layer."""
 
     chunk_count: int
     recheck_s: float
 
 
-def judge(progress: Progress, tail: Tail, costs: PrefillCosts, layer_compute_s: float = 0.0) -> Verdict:
+def judge(progress: LoadProgress, tail: Tail, costs: PrefillCosts, layer_compute_s: float = 0.0) -> LoadVerdict:
     """The best choice for the load, in a step that computes each layer in `layer_compute_s`."""
     count = tail.chunk_count
     forward_s = progress.layers_left * layer_compute_s
@@ -84,8 +84,8 @@ def judge(progress: Progress, tail: Tail, costs: PrefillCosts, layer_compute_s: 
     going_on_s = max(progress.remaining_s, forward_s)
     bearable_s = max(others_s[best] / (1 - GAIN_MIN), others_s[best] + GAIN_MIN_S)
     if going_on_s > bearable_s:
-        return Verdict(best, 0.0)
-    return Verdict(count, max(RECHECK_MIN_S, float(bearable_s - going_on_s)))
+        return LoadVerdict(best, 0.0)
+    return LoadVerdict(count, max(RECHECK_MIN_S, float(bearable_s - going_on_s)))
 
 
 def pace_s(ready_at_s: list[float]) -> float:

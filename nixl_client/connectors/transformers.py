@@ -39,7 +39,7 @@ from objectcache.kv_codecs.layer import Codec
 WAIT_TIMEOUT_S = 60.0
 
 
-class Fetch(Protocol):
+class RunningFetch(Protocol):
     """The calls that a cache makes to a running fetch; `nixl_client.fetch.layer_fetch.LayerFetch` is one."""
 
     def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
@@ -117,11 +117,13 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
     `wait` is None until then. Sizes, dtype or a batch that do not fit raise ValueError.
     """
 
-    def __init__(self, fetch: Fetch, layer_index: int, chunk_count: int, shape: KvShape, timeout_s: float) -> None:
+    def __init__(
+        self, fetch: RunningFetch, layer_index: int, chunk_count: int, shape: KvShape, timeout_s: float
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dropped_tokens = chunk_count * shape.chunk_tokens - fetch.kept_tokens
         self.wait: LayerWait | None = None
-        self._fetch: Fetch | None = fetch
+        self._fetch: RunningFetch | None = fetch
         self._layer_index = layer_index
         self._chunk_count = chunk_count
         self._shape = shape
@@ -176,7 +178,7 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         self._dropped_tokens = 0
         super().reset()
 
-    def _take(self, fetch: Fetch) -> torch.Tensor:
+    def _take(self, fetch: RunningFetch) -> torch.Tensor:
         """Wait for the layer; a view of the buffer, (chunk_count, 2, chunk_tokens, kv_heads, head_dim)."""
         shape = self._shape
         started_s = time.monotonic()
@@ -209,7 +211,7 @@ class WaitingCache(Cache):
     forward pass nothing refers to the fetch's buffer any more.
     """
 
-    def __init__(self, fetch: Fetch, shape: KvShape, *, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    def __init__(self, fetch: RunningFetch, shape: KvShape, *, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         _, chunk_count = fetch.wait_admitted(timeout_s)
         indexes = range(shape.num_layers)
         super().__init__(layers=[WaitingLayer(fetch, index, chunk_count, shape, timeout_s) for index in indexes])

@@ -16,7 +16,7 @@ from nixl_client.fetch.decoding import forms_in, is_too_new
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
-from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.signed_http import SignedAnswer, SignedHttp
 from nixl_client.transports.http import UnansweredError, number_in
 
 STOP_S = 2.0
@@ -150,7 +150,7 @@ class OneSidedFetches:
         path = f"{REQUESTS_PATH}/{fetch.request_id}"
         self._http.request_once("DELETE", path, timeout_s=timeout_s, headers=writers)
 
-    def _post(self, fetch: LayerFetch, timeout_s: float) -> Answer:
+    def _post(self, fetch: LayerFetch, timeout_s: float) -> SignedAnswer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
         such a refusal comes before anything is planned. So does that of a server that knows no encoded layers.
         """
@@ -168,6 +168,6 @@ class OneSidedFetches:
             fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
             return self._post_once(fetch, timeout_s)
 
-    def _post_once(self, fetch: LayerFetch, timeout_s: float) -> Answer:
+    def _post_once(self, fetch: LayerFetch, timeout_s: float) -> SignedAnswer:
         body = encode_binary(fetch.descriptor)
         return self._http.request_once("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, timeout_s)

@@ -23,7 +23,7 @@ from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
 from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.retries import if_refused
 from nixl_client.session.shared import Shared
-from nixl_client.session.signed_http import Account, Answer, SignedHttp, understood
+from nixl_client.session.signed_http import Account, SignedAnswer, SignedHttp, understood
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.receiver import Receiver
 from nixl_client.transports.shm import SINGLE, ShmReceiver, ShmUnavailableError
@@ -246,12 +246,12 @@ class _SharedAgent:
             answer = http.retries.run(lambda left_s: self._register(http, regions, left_s), http.timeout_s, if_refused)
             self._note(answer.json())
 
-    def _register(self, http: SignedHttp, regions: list[Region], timeout_s: float) -> Answer:
+    def _register(self, http: SignedHttp, regions: list[Region], timeout_s: float) -> SignedAnswer:
         """One try: over shm each has tickets of its own."""
         body = self._registration_body(self.receiver.registration(regions, self._lifetime_s))
         return self.receiver.call_and_connect(lambda: http.request_once("POST", AGENTS_PATH, None, body, timeout_s))
 
-    def _renew(self, http: SignedHttp, renewal: AgentRenewal, ask: Callable[..., Answer]) -> tuple[str, ...]:
+    def _renew(self, http: SignedHttp, renewal: AgentRenewal, ask: Callable[..., SignedAnswer]) -> tuple[str, ...]:
         """Renew, and make the agent known to members of a cluster that do not know it. Returns the ids of members that
         have taken the renewal.
         """

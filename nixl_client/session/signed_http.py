@@ -50,7 +50,7 @@ _pools: Shared[Account, ConnectionPool] = Shared()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SignedAnswer:
     """A whole answer: headers with lower-case names, body."""
 
     headers: Mapping[str, str]
@@ -111,7 +111,7 @@ class SignedHttp:
         headers: Mapping[str, str] | None = None,
         may_repeat: Callable[[ObjectCacheError], bool] = retries.always,
         bytes_max: int = ANSWER_BYTES_MAX,
-    ) -> Answer:
+    ) -> SignedAnswer:
         """`request_once`, and again where that fails in a way that may pass (`nixl_client.session.retries`): the
         request must change nothing when it is carried out twice, or `may_repeat` must say when it may be. `timeout_s`
         bounds all tries together, too.
@@ -131,13 +131,13 @@ class SignedHttp:
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         bytes_max: int = ANSWER_BYTES_MAX,
-    ) -> Answer:
+    ) -> SignedAnswer:
         """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest. Raises
         UnansweredError for a body of more than `bytes_max`.
         """
         stream = self.sent(method, path, query, body, timeout_s or self.timeout_s, headers, bytes_max)
         try:
-            return Answer(stream.headers, stream.read(bytes_max))
+            return SignedAnswer(stream.headers, stream.read(bytes_max))
         finally:
             stream.close()
 

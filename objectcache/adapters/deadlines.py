@@ -9,7 +9,7 @@ HEAD_BYTES_MAX = 64 * 1024
 _HEAD_END = b"\r\n\r\n"
 
 
-class Verdict(Enum):
+class ConnectionVerdict(Enum):
     """The decision about a connection."""
 
     KEEP = auto()
@@ -87,12 +87,12 @@ class ConnectionWatch:
     def request_ended(self) -> None:
         self._phase = _Phase.IDLE
 
-    def verdict(self, unsent_bytes: int, now_s: float) -> Verdict:
+    def verdict(self, unsent_bytes: int, now_s: float) -> ConnectionVerdict:
         """The verdict now. `unsent_bytes` are queued for the client; while the number stays the same, it takes none."""
         if unsent_bytes == 0 or unsent_bytes != self._unsent_bytes:
             self._unsent_bytes, self._unsent_since_s = unsent_bytes, now_s
         elif now_s - self._unsent_since_s >= self._deadlines.send_idle_timeout_s:
-            return Verdict.SEND_STALLED
+            return ConnectionVerdict.SEND_STALLED
         if self._phase is _Phase.HEAD and now_s - self._head_since_s >= self._deadlines.header_timeout_s:
-            return Verdict.HEAD_LATE
-        return Verdict.KEEP
+            return ConnectionVerdict.HEAD_LATE
+        return ConnectionVerdict.KEEP

@@ -47,12 +47,12 @@ class CompactedError(EtcdError):
     """The revision from which a watch was to begin is no longer kept."""
 
 
-class LongAnswerError(EtcdError):
+class ManyValuesError(EtcdError):
     """An answer has more values than are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EtcdEntry:
     """A key with its value, the revision of its last change, and its lease (0: none)."""
 
     key: str
@@ -62,16 +62,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class EtcdRange:
     """The entries under a prefix at a revision. `cluster_id` is etcd's own; one that was rebuilt has another."""
 
     cluster_id: int
     revision: int
-    entries: tuple[Entry, ...]
+    entries: tuple[EtcdEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class EtcdChange:
     """One change of a key: its new value, or None where it was deleted."""
 
     key: str
@@ -114,12 +114,12 @@ class Etcd:
         if self._session is not None:
             await self._session.close()
 
-    async def range(self, prefix: str, entries_max: int = ENTRIES_MAX) -> Found:
+    async def range(self, prefix: str, entries_max: int = ENTRIES_MAX) -> EtcdRange:
         """The entries under a prefix, as of now: a majority of etcd agrees. They come in pages of ENTRIES_MAX, all of
         the first one's revision. Raises EtcdError, also where there are more than `entries_max`.
         """
         bounds = {"key": _b64(prefix), "range_end": _b64(_after(prefix)), "limit": str(ENTRIES_MAX)}
-        entries: list[Entry] = []
+        entries: list[EtcdEntry] = []
         cluster_id = revision = 0
         while True:
             answer = await self.call("kv/range", bounds)
@@ -131,13 +131,13 @@ class Etcd:
                 if len(entries) > entries_max or (answer.get("more") and len(entries) == entries_max):
                     raise EtcdError(f"there are more than {entries_max} entries under {prefix}")
                 if not answer.get("more"):
-                    return Found(cluster_id, revision, tuple(entries))
+                    return EtcdRange(cluster_id, revision, tuple(entries))
                 after_last = base64.b64decode(found[-1]["key"]) + b"\0"
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise _senseless(error) from error
             bounds |= {"key": base64.b64encode(after_last).decode(), "revision": str(revision)}
 
-    async def latest(self, prefix: str, before: Found) -> Found:
+    async def latest(self, prefix: str, before: EtcdRange) -> EtcdRange:
         """The entries under a prefix as `range` reads them, where `before` is an earlier reading: the same tuple of
         entries if none has been written or deleted since, which costs etcd one number and no entries. Raises EtcdError.
         """
@@ -158,7 +158,7 @@ class Etcd:
         """Set a key. Raises EtcdError."""
         await self.call("kv/put", {"key": _b64(key), "value": _b64(value), "lease": str(lease)})
 
-    async def create(self, key: str, value: bytes, lease: int = 0) -> Entry | None:
+    async def create(self, key: str, value: bytes, lease: int = 0) -> EtcdEntry | None:
         """Set a key that does not exist; the entry that does, where there is one. Raises EtcdError."""
         answer = await self.call(
             "kv/txn",
@@ -172,7 +172,7 @@ class Etcd:
             return None
         return _entry(answer["responses"][0]["response_range"]["kvs"][0])
 
-    async def replace(self, before: Entry, value: bytes, lease: int = 0) -> bool:
+    async def replace(self, before: EtcdEntry, value: bytes, lease: int = 0) -> bool:
         """Set a key that has not changed since `before`; whether that was so. Raises EtcdError."""
         key, revision = _b64(before.key), str(before.revision)
         answer = await self.call(
@@ -202,7 +202,7 @@ class Etcd:
         """End a lease, and with it its keys. Raises EtcdError."""
         await self.call("lease/revoke", {"ID": str(lease)})
 
-    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[EtcdChange]]:
         """The changes under a prefix from a revision on, as they are made. Raises EtcdError when the connection ends,
         when nothing comes for `watch_s`, and where etcd is not the cluster of this id; CompactedError; LongAnswerError
         for more changes at once than are parsed.
@@ -325,7 +325,7 @@ def parsed_answer(text: bytes) -> Any:
     Raises EtcdError, json.JSONDecodeError.
     """
     if text.count(b",") + text.count(b"[") + text.count(b"{") > VALUES_MAX:
-        raise LongAnswerError(f"etcd's answer has more than {VALUES_MAX} values")
+        raise ManyValuesError(f"etcd's answer has more than {VALUES_MAX} values")
     try:
         found = json.loads(text)
     except RecursionError:
@@ -349,15 +349,15 @@ def _after(prefix: str) -> bytes:
     return raw[:-1] + bytes([raw[-1] + 1])
 
 
-def _entry(fields: Mapping[str, Any]) -> Entry:
+def _entry(fields: Mapping[str, Any]) -> EtcdEntry:
     key = base64.b64decode(fields["key"]).decode(errors="replace")
     value = base64.b64decode(fields.get("value", ""))
-    return Entry(key, value, int(fields["mod_revision"]), int(fields.get("lease", 0)))
+    return EtcdEntry(key, value, int(fields["mod_revision"]), int(fields.get("lease", 0)))
 
 
-def _change(fields: Mapping[str, Any]) -> Change:
+def _change(fields: Mapping[str, Any]) -> EtcdChange:
     of_key = fields["kv"]
     key = base64.b64decode(of_key["key"]).decode(errors="replace")
     is_deleted = fields.get("type") == "DELETE"
     value = None if is_deleted else base64.b64decode(of_key.get("value", ""))
-    return Change(key, value, int(of_key["mod_revision"]))
+    return EtcdChange(key, value, int(of_key["mod_revision"]))

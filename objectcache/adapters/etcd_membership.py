@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields, require_name
 from objectcache.adapters.breaker import back_off_s
-from objectcache.adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found, LongAnswerError
+from objectcache.adapters.etcd import CompactedError, Etcd, EtcdChange, EtcdEntry, EtcdError, EtcdRange, ManyValuesError
 from objectcache.adapters.membership import MembershipError, OnView
 from objectcache.adapters.renewals import RENEWALS, Renewals
 from objectcache.adapters.shared_runs import SharedRuns
@@ -76,7 +76,7 @@ class EtcdMembership:
         self._has_gone_back = False
         """Whether etcd has told less than it had before: from then on nothing of it is taken."""
         self._lease_until_s = 0.0
-        self._latest: Found | None = None
+        self._latest: EtcdRange | None = None
         """The last reading of all entries that the view in force has taken, while it has this server's own entry."""
         self._latest_until_s = 0.0
         """Until when the view counts as the latest: the time of a lease after a majority of etcd was asked for it."""
@@ -234,7 +234,7 @@ class EtcdMembership:
                 is_started = True
             return await etcd.keep_alive(lease)
 
-        async def latest(before: Found | None) -> Found:
+        async def latest(before: EtcdRange | None) -> EtcdRange:
             return await (
                 etcd.range(self._members_prefix) if before is None else etcd.latest(self._members_prefix, before)
             )
@@ -300,7 +300,7 @@ class EtcdMembership:
                     async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
                         failed_count = 0
                         self._apply(changes)
-                except (CompactedError, LongAnswerError) as error:
+                except (CompactedError, ManyValuesError) as error:
                     _log.info("the changes of the members since %d are not told: %s", self._seen, error)
                     await self._read_anew()
             except Exception as error:
@@ -333,13 +333,13 @@ class EtcdMembership:
             self._seen = max(self._seen, found.revision)
             self._tell_missed(found.revision)
 
-    def _take_found(self, found: Found, asked_s: float, known: int) -> None:
+    def _take_found(self, found: EtcdRange, asked_s: float, known: int) -> None:
         try:
             self._take(found, asked_s, known)
         except EtcdError as error:
             _log.warning("the members stay as they were: %s", error)
 
-    def _take(self, found: Found, asked_s: float, known: int = 0) -> None:
+    def _take(self, found: EtcdRange, asked_s: float, known: int = 0) -> None:
         """Take all entries, as of a revision. `known` is one that etcd had when it was asked for them, at `asked_s`.
         Raises EtcdError where they cannot be a cluster.
         """
@@ -372,7 +372,7 @@ class EtcdMembership:
             self._latest = found
             self._note_latest(asked_s)
 
-    def _apply(self, changes: Sequence[Change]) -> None:
+    def _apply(self, changes: Sequence[EtcdChange]) -> None:
         """Take changes of the watch. Each says that the members have changed, also where a view has them already."""
         if self._has_gone_back:
             return
@@ -440,7 +440,7 @@ def _value(member: Member) -> bytes:
     return json.dumps(member_fields(member)).encode()
 
 
-def _endpoint(entry: Entry) -> str:
+def _endpoint(entry: EtcdEntry) -> str:
     """The endpoint in a member's entry; "" where there is none that can be read."""
     try:
         return str(_fields(entry.value).get("endpoint", ""))

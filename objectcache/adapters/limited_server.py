@@ -19,9 +19,15 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from objectcache.adapters.deadlines import HEAD_BYTES_MAX, ConnectionLimits, ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.deadlines import (
+    HEAD_BYTES_MAX,
+    ConnectionLimits,
+    ConnectionVerdict,
+    ConnectionWatch,
+    Deadlines,
+)
 from objectcache.adapters.leave_to_send import is_held_back
-from objectcache.adapters.pieces import InPieces, Turns, Waiting
+from objectcache.adapters.pieces import InPieces, ParsingTurns, WaitingBytes
 from objectcache.adapters.response_sink import cut
 from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, SlowBodies
 
@@ -61,7 +67,7 @@ class LimitedServer(web.Server):
         self.slow: SlowBodies[Connection] = SlowBodies(self.connections_max)
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
-        self.turns = Turns()
+        self.turns = ParsingTurns()
 
     def take_at_most(self, connections_max: int) -> None:
         """Take no more connections than these: the host has no memory for more."""
@@ -130,7 +136,7 @@ class Connection(InPieces, web.RequestHandler):
         self._body_watch = BodyWatch()
         self._http: web.BaseRequest | None = None
         self._length = 0
-        self._waiting = Waiting(server.turns)
+        self._waiting = WaitingBytes(server.turns)
         self._is_broken = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -261,7 +267,7 @@ class Connection(InPieces, web.RequestHandler):
         now_s = self._clock.time()
         self._limited.slow.note(self, self.slow_rate(now_s))
         verdict = self._watch.verdict(wire.get_write_buffer_size(), now_s)
-        if verdict is Verdict.KEEP:
+        if verdict is ConnectionVerdict.KEEP:
             self._schedule()
             return
         _log.info("a connection is cut: %s", verdict.name)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from descriptors.metrics import Kind, Metric
+from descriptors.metrics import Metric, MetricKind
 from descriptors.version import __version__
 from objectcache.adapters.held_folder import held_folder
 
@@ -117,7 +117,7 @@ def _family(metric: Metric, read: Samples | Distribution) -> object:
             bounds = [*map(str, read.bounds), "+Inf"]
             histogram.add_metric(labels, list(zip(bounds, accumulate(spread.counts), strict=True)), spread.total)
         return histogram
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.meaning, labels=metric.labels)
     for labels, value in read.items():
         family.add_metric(labels, value)
@@ -142,9 +142,9 @@ class ProcessMetrics:
         self._by_name: dict[str, Any] = {}
         for metric in wanted:
             make: Callable[..., object] = Counter
-            if metric.kind is Kind.HISTOGRAM:
+            if metric.kind is MetricKind.HISTOGRAM:
                 make = partial(Histogram, buckets=metric.buckets)
-            elif metric.kind is Kind.GAUGE:
+            elif metric.kind is MetricKind.GAUGE:
                 make = partial(Gauge, multiprocess_mode="livesum")
             self._by_name[metric.name] = make(metric.name, metric.meaning, metric.labels, registry=self._registry)
 

@@ -2,7 +2,7 @@
 
 aiohttp parses whatever one read brought at once: a quarter of a megabyte of one-byte chunks, interim answers or garbage
 keeps the event loop for tens of milliseconds, and makes thousands of objects before anybody can refuse them. Here all
-connections of a `Turns` together have TURN_S of each turn of the loop; what is left waits, and its connection is not
+connections of one `ParsingTurns` together have TURN_S of each turn of the loop; what is left waits, and its connection is not
 read meanwhile. Bytes of a body whose length is known cost nothing to parse, and pass at once.
 """
 
@@ -26,7 +26,7 @@ ANSWERS_MAX: Final = 16
 _log = logging.getLogger(__name__)
 
 
-class Turns:
+class ParsingTurns:
     """The connections of one event loop that wait to have bytes parsed."""
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class Turns:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingBytes:
     """The bytes of a connection that wait to be parsed, whether aiohttp's parser has more of before (`has_rest`), and
     whether the connection is among those of `turns`.
     """
 
-    turns: Turns
+    turns: ParsingTurns
     data: bytes = b""
     has_rest: bool = False
     is_queued: bool = False
@@ -94,7 +94,7 @@ class InPieces(BaseProtocol):
     """A protocol of aiohttp, whose class has `_parse` and the attribute `_waiting`."""
 
     __slots__ = ()
-    _waiting: Waiting
+    _waiting: WaitingBytes
 
     @property
     def group(self) -> object:
@@ -179,9 +179,9 @@ class Answers(InPieces, ResponseHandler):
     does an answer that nobody has asked for: the next request on the connection would take it for its own.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, turns: Turns) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: ParsingTurns) -> None:
         ResponseHandler.__init__(self, loop)
-        self._waiting = Waiting(turns)
+        self._waiting = WaitingBytes(turns)
         self._answer_count = 0
         self._is_answered = True
         self._length: int | None = None
@@ -251,6 +251,6 @@ class Answers(InPieces, ResponseHandler):
 
 def careful(connector: aiohttp.BaseConnector) -> aiohttp.BaseConnector:
     """The connector, whose connections parse answers in pieces and bound their number. Called on its event loop."""
-    loop, turns = asyncio.get_running_loop(), Turns()
+    loop, turns = asyncio.get_running_loop(), ParsingTurns()
     connector._factory = lambda: Answers(loop, turns)  # type: ignore[assignment]
     return connector

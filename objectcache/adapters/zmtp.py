@@ -48,7 +48,7 @@ class FrameLimits:
     nbytes: tuple[int, ...]
 
 
-class Connection:
+class ZmtpConnection:
     """A connection to one peer. Used by one task at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,7 +164,7 @@ def place_of(endpoint: str) -> tuple[str, int] | str:
 
 
 @contextlib.asynccontextmanager
-async def connected(endpoint: str, kind: str, peers: Sequence[str]) -> AsyncIterator[Connection]:
+async def connected(endpoint: str, kind: str, peers: Sequence[str]) -> AsyncIterator[ZmtpConnection]:
     """A connection to a peer, until the block ends. Raises ZmtpError, OSError, ValueError."""
     place = place_of(endpoint)
     try:
@@ -176,7 +176,7 @@ async def connected(endpoint: str, kind: str, peers: Sequence[str]) -> AsyncIter
                 _keep_alive(writer)
     except TimeoutError:
         raise ZmtpError(f"{endpoint} does not answer") from None
-    connection = Connection(reader, writer)
+    connection = ZmtpConnection(reader, writer)
     try:
         await connection.shake_hands(kind, peers)
         yield connection
@@ -186,16 +186,16 @@ async def connected(endpoint: str, kind: str, peers: Sequence[str]) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def bound(
-    endpoint: str, serve: Callable[[Connection], Coroutine[Any, Any, None]], connections_max: int
+    endpoint: str, serve: Callable[[ZmtpConnection], Coroutine[Any, Any, None]], connections_max: int
 ) -> AsyncIterator[None]:
     """Peers may connect to this endpoint until the block ends. Where there are `connections_max` of them, one that has
     not shown who it is gives its place up to a newcomer. `serve` greets a peer and listens to it. Raises OSError,
     ValueError.
     """
     place = place_of(endpoint)
-    served_by: dict[asyncio.Task[None], Connection] = {}
+    served_by: dict[asyncio.Task[None], ZmtpConnection] = {}
 
-    async def served(connection: Connection) -> None:
+    async def served(connection: ZmtpConnection) -> None:
         try:
             await serve(connection)
         except OSError as error:
@@ -204,7 +204,7 @@ async def bound(
             connection.close()
 
     def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer)
+        connection = ZmtpConnection(reader, writer)
         if len(served_by) >= connections_max:
             leaving = _leaving(served_by)
             if leaving is None:
@@ -232,7 +232,7 @@ async def bound(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _leaving(served_by: Mapping[asyncio.Task[None], Connection]) -> asyncio.Task[None] | None:
+def _leaving(served_by: Mapping[asyncio.Task[None], ZmtpConnection]) -> asyncio.Task[None] | None:
     """The one that waits longest of the host that has most connections which have not shown who they are; None where
     all have. A host pushes only its own connections out, as long as it has more of them than others.
     """

@@ -30,7 +30,7 @@ from objectcache.calibration.chunks import (
 )
 from objectcache.calibration.content import Bytes
 from objectcache.calibration.link import LinkPlan, Row, SweptRequest, link_row
-from objectcache.calibration.samples import State, Turns, interleaved
+from objectcache.calibration.samples import RoundTurns, State, interleaved
 from objectcache.calibration.servers import FixedConfig, LocalServer, PlayedLink, running_server
 from objectcache.calibration.theta import CalibrationPlan, point_row
 from storage_server.settings import StorageSettings
@@ -174,7 +174,7 @@ def measure_links(plan: LinkPlan, transports: Sequence[str], where: Where) -> di
             for request in (plan.request(point, median(single)) for point in plan.points)
             for rate in plan.rates(request, median(single))
         ]
-        for _, step in interleaved(steps, plan.sweep_runs, "rates", uncounted=0, turns=Turns.ALTERNATING):
+        for _, step in interleaved(steps, plan.sweep_runs, "rates", uncounted=0, turns=RoundTurns.ALTERNATING):
             transport, request, rate = step
             link.set(rate)
             one = chunks.part(0, request.chunk_count)

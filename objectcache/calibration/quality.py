@@ -28,7 +28,7 @@ States = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ScoredAnswers:
     """The answers on one form of the KV: `right` and `same` have a value for each answered token: whether it is the
     right one, and whether it is the one on exact KV; `nll` is that of the right token, and `exact_nll` on exact KV,
     `kl` the divergence from the distribution on exact KV. `predicted` are the tokens.
@@ -139,13 +139,13 @@ def answer_logits(model: PreTrainedModel, states: States, questions: torch.Tenso
     return logits.float().cpu()
 
 
-def compared(logits: torch.Tensor, exact: torch.Tensor, labels: torch.Tensor) -> Answers:
+def compared(logits: torch.Tensor, exact: torch.Tensor, labels: torch.Tensor) -> ScoredAnswers:
     """The answers by these logits, where `labels` has tokens; `exact` are the logits on exact KV."""
     asked = labels != IGNORED
     mine, theirs, wanted = logits[asked], exact[asked], labels[asked]
     log_mine, log_theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
     predicted = mine.argmax(-1)
-    return Answers(
+    return ScoredAnswers(
         (predicted == wanted).numpy(),
         (predicted == theirs.argmax(-1)).numpy(),
         -log_mine.gather(-1, wanted[:, None])[:, 0].numpy(),
@@ -161,11 +161,11 @@ def text_quality(
     codecs: Sequence[Codec],
     question_tokens: int,
     advance: Callable[[int], None],
-) -> dict[Codec, tuple[Answers, Coded]]:
+) -> dict[Codec, tuple[ScoredAnswers, Coded]]:
     """Held-out questions for any model: the last tokens of each text are asked for behind the KV of those before. The
     answers have as many tokens of each text, text by text.
     """
-    found: dict[Codec, tuple[list[Answers], list[Coded]]] = {codec: ([], []) for codec in codecs}
+    found: dict[Codec, tuple[list[ScoredAnswers], list[Coded]]] = {codec: ([], []) for codec in codecs}
     for text in texts:
         context, rest = text[None, :-question_tokens], text[None, -question_tokens:]
         labels = torch.cat([rest[:, 1:], torch.full((1, 1), IGNORED)], dim=1)
@@ -179,10 +179,10 @@ def text_quality(
     return {codec: (joined(answers), _joined(made)) for codec, (answers, made) in found.items()}
 
 
-def joined(answers: Sequence[Answers]) -> Answers:
+def joined(answers: Sequence[ScoredAnswers]) -> ScoredAnswers:
     """All answers as one."""
     names = ("right", "same", "nll", "kl", "predicted", "exact_nll")
-    return Answers(*(np.concatenate([getattr(each, name) for each in answers]) for name in names))
+    return ScoredAnswers(*(np.concatenate([getattr(each, name) for each in answers]) for name in names))
 
 
 def _joined(made: Sequence[Coded]) -> Coded:

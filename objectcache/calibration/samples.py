@@ -82,7 +82,7 @@ class Task:
     run: Callable[[], float]
 
 
-class Turns(Enum):
+class RoundTurns(Enum):
     """In which sequence a round measures everything. ALTERNATING: forwards, then backwards, so that none always finds
     what another left behind. ROTATING: each round begins with the next one.
     """
@@ -93,14 +93,14 @@ class Turns(Enum):
 
     def ordered(self, tasks: Sequence[T], round_index: int) -> Sequence[T]:
         """The tasks as that round has them."""
-        if self is Turns.ALTERNATING and round_index % 2 == 0:
+        if self is RoundTurns.ALTERNATING and round_index % 2 == 0:
             return tasks[::-1]
-        first = round_index % max(1, len(tasks)) if self is Turns.ROTATING else 0
+        first = round_index % max(1, len(tasks)) if self is RoundTurns.ROTATING else 0
         return [*tasks[first:], *tasks[:first]]
 
 
 def interleaved(
-    tasks: Sequence[T], runs: int, title: str, *, uncounted: int = 1, turns: Turns = Turns.SAME
+    tasks: Sequence[T], runs: int, title: str, *, uncounted: int = 1, turns: RoundTurns = RoundTurns.SAME
 ) -> Iterator[tuple[int, T]]:
     """Every task once in each round, with the number of the round; rounds before number 1 are not to be counted."""
     with progress_bar((runs + uncounted) * len(tasks), title) as advance:

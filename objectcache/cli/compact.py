@@ -11,7 +11,7 @@ from pathlib import Path
 from descriptors.errors import ObjectCacheError
 from objectcache.calibration.samples import progress_bar
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.kernel.upkeep.compaction import Tally
+from storage_server.kernel.upkeep.compaction import CompactionTally
 from storage_server.settings import StorageSettings
 
 DONE, FAILED, NO_STORE = 0, 1, 2
@@ -46,14 +46,14 @@ def run(settings: StorageSettings, report: Path | None) -> int:
     return FAILED if tally.damaged else DONE
 
 
-async def _compact(settings: StorageSettings) -> Tally:
+async def _compact(settings: StorageSettings) -> CompactionTally:
     store = EmbeddedStore(settings)
     try:
         await store.start()
         with progress_bar(None, "segments rewritten") as advance:
             seen = 0
 
-            def count(tally: Tally) -> None:
+            def count(tally: CompactionTally) -> None:
                 nonlocal seen
                 advance(tally.segments_read - seen)
                 seen = tally.segments_read

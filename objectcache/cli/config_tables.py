@@ -16,7 +16,7 @@ from objectcache.cli.config_internals import SchedulerInternals, said
 from objectcache.cli.config_memory import MEMORY_BYTES
 from objectcache.cli.config_values import ConfigError, Model, Rate, Size, shown
 from storage_server.cache.policies.choice import Eviction
-from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.flow import LinkTenant
 from storage_server.delivery.scheduler.policies import Policy
 from storage_server.delivery.scheduler.pool import PoolSettings
 from storage_server.delivery.scheduler.profiles import ComputeProfile
@@ -287,9 +287,9 @@ class TenantConfig(Model):
         float | None, shown(0.02, "the mean error of all chunks; default of both: no bound", ge=0)
     ] = None
 
-    def tenant(self) -> Tenant:
+    def tenant(self) -> LinkTenant:
         """The tenant, for the scheduler."""
-        return Tenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
+        return LinkTenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
 
 
 class ComputeProfileConfig(Model):

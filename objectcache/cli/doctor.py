@@ -27,7 +27,7 @@ from descriptors.units import MIB
 from objectcache.adapters import native
 from objectcache.adapters.beneath import Beneath
 from objectcache.cli.doctor_devices import device_findings, remote_dram_findings
-from objectcache.cli.doctor_findings import Finding, State, described
+from objectcache.cli.doctor_findings import Finding, FindingState, described
 from storage_server.home.objects import UpstreamObjects
 from storage_server.home.s3.connection import Upstream
 from storage_server.kernel.data.disk import Disk
@@ -71,7 +71,7 @@ def run(
         print(text)
     else:
         report.write_text(text + "\n")
-    return int(any(finding.state is State.PROBLEM for finding in findings))
+    return int(any(finding.state is FindingState.PROBLEM for finding in findings))
 
 
 def host_findings() -> list[Finding]:
@@ -80,12 +80,15 @@ def host_findings() -> list[Finding]:
 
 
 def _versions() -> list[Finding]:
-    rows = [Finding("Python", State.GOOD, platform.python_version()), Finding("kernel", State.GOOD, platform.release())]
+    rows = [
+        Finding("Python", FindingState.GOOD, platform.python_version()),
+        Finding("kernel", FindingState.GOOD, platform.release()),
+    ]
     for name in PACKAGES:
         try:
-            rows.append(Finding(name, State.GOOD, version(name)))
+            rows.append(Finding(name, FindingState.GOOD, version(name)))
         except PackageNotFoundError:
-            rows.append(Finding(name, State.MISSING, "not installed", NEEDED_BY.get(name, "a server needs it")))
+            rows.append(Finding(name, FindingState.MISSING, "not installed", NEEDED_BY.get(name, "a server needs it")))
     return rows
 
 
@@ -94,16 +97,16 @@ def _descriptors() -> Finding:
     found = f"{soft} (at most {hard})"
     if soft < FILES_MIN:
         advice = f"raise it to {FILES_MIN} (ulimit -n): connections and open segments count"
-        return Finding("open files", State.PROBLEM, found, advice)
-    return Finding("open files", State.GOOD, found)
+        return Finding("open files", FindingState.PROBLEM, found, advice)
+    return Finding("open files", FindingState.GOOD, found)
 
 
 def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", State.GOOD, "no limit")
+        return Finding("locked memory", FindingState.GOOD, "no limit")
     advice = "RDMA locks what it registers: ulimit -l unlimited where ucx uses RDMA"
-    return Finding("locked memory", State.MISSING, f"{soft} bytes", advice)
+    return Finding("locked memory", FindingState.MISSING, f"{soft} bytes", advice)
 
 
 def _guard() -> Finding:
@@ -111,8 +114,8 @@ def _guard() -> Finding:
         os.close(native.open_guard())
     except OSError as error:
         advice = "shm needs it: give the process /dev/userfaultfd, or set vm.unprivileged_userfaultfd=1"
-        return Finding("userfaultfd", State.MISSING, error.strerror or str(error), advice)
-    return Finding("userfaultfd", State.GOOD, "shm can be offered")
+        return Finding("userfaultfd", FindingState.MISSING, error.strerror or str(error), advice)
+    return Finding("userfaultfd", FindingState.GOOD, "shm can be offered")
 
 
 def _io_uring() -> Finding:
@@ -123,12 +126,12 @@ def _io_uring() -> Finding:
         name = errno.errorcode.get(ctypes.get_errno(), "error")
         return Finding(
             "io_uring",
-            State.MISSING,
+            FindingState.MISSING,
             name,
             'cold_reads = "direct" needs it; without it chunks come through the page cache',
         )
     os.close(fd)
-    return Finding("io_uring", State.GOOD, 'there, for cold_reads = "direct"')
+    return Finding("io_uring", FindingState.GOOD, 'there, for cold_reads = "direct"')
 
 
 def _huge_pages() -> Finding:
@@ -136,10 +139,10 @@ def _huge_pages() -> Finding:
     try:
         text = path.read_text().strip()
     except OSError:
-        return Finding("huge pages", State.MISSING, "unknown")
+        return Finding("huge pages", FindingState.MISSING, "unknown")
     if "[never]" in text:
-        return Finding("huge pages", State.MISSING, text, f"the DRAM tier uses them: echo madvise > {path}")
-    return Finding("huge pages", State.GOOD, text)
+        return Finding("huge pages", FindingState.MISSING, text, f"the DRAM tier uses them: echo madvise > {path}")
+    return Finding("huge pages", FindingState.GOOD, text)
 
 
 def directory_findings(directory: Path) -> list[Finding]:
@@ -147,7 +150,7 @@ def directory_findings(directory: Path) -> list[Finding]:
     place = next((each for each in (directory, *directory.parents) if each.is_dir()), Path("/"))
     found = os.statvfs(place)
     total_bytes, free_bytes = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    free = Finding("free space", State.GOOD, f"{free_bytes:,} of {total_bytes:,} bytes")
+    free = Finding("free space", FindingState.GOOD, f"{free_bytes:,} of {total_bytes:,} bytes")
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".objectcache-doctor-") as file:
             file.write(bytes(MIB))
@@ -155,23 +158,26 @@ def directory_findings(directory: Path) -> list[Finding]:
             holes = _holes(Path(file.name))
             direct = _direct(Path(file.name))
     except OSError as error:
-        return [free, Finding("data directory", State.PROBLEM, f"{place}: {error.strerror}", "the server writes there")]
+        return [
+            free,
+            Finding("data directory", FindingState.PROBLEM, f"{place}: {error.strerror}", "the server writes there"),
+        ]
     return [free, holes, direct]
 
 
 def _holes(path: Path) -> Finding:
     if Disk().punch(Beneath(path.parent, path.name), 0, MIB):
-        return Finding("hole punching", State.GOOD, "deleted bytes of a segment give their space back")
+        return Finding("hole punching", FindingState.GOOD, "deleted bytes of a segment give their space back")
     advice = "space comes back only with whole segments: a bounded cache holds less here"
-    return Finding("hole punching", State.PROBLEM, "this file system cannot", advice)
+    return Finding("hole punching", FindingState.PROBLEM, "this file system cannot", advice)
 
 
 def _direct(path: Path) -> Finding:
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError as error:
-        return Finding("O_DIRECT", State.MISSING, error.strerror or str(error), "only benchmarks use it")
-    return Finding("O_DIRECT", State.GOOD, "there; only benchmarks use it")
+        return Finding("O_DIRECT", FindingState.MISSING, error.strerror or str(error), "only benchmarks use it")
+    return Finding("O_DIRECT", FindingState.GOOD, "there; only benchmarks use it")
 
 
 async def upstream_findings(settings: UpstreamSettings, bucket: str | None) -> list[Finding]:
@@ -186,8 +192,8 @@ async def upstream_findings(settings: UpstreamSettings, bucket: str | None) -> l
         objects = UpstreamObjects(upstream, PROBE_BYTES)
         findings = [await _tried("upstream", _round_trip(objects))]
         if bucket is None:
-            findings.append(Finding("upstream bandwidth", State.MISSING, "not tried", "--bucket NAME tries it"))
-        elif findings[0].state is State.GOOD:
+            findings.append(Finding("upstream bandwidth", FindingState.MISSING, "not tried", "--bucket NAME tries it"))
+        elif findings[0].state is FindingState.GOOD:
             findings += await _bucket_findings(objects, bucket)
         return findings
     finally:
@@ -197,7 +203,9 @@ async def upstream_findings(settings: UpstreamSettings, bucket: str | None) -> l
 def shared_findings(root: Path) -> list[Finding]:
     """A directory that servers share: what a change costs there, and how fast bytes come and go."""
     if not root.is_dir():
-        return [Finding("shared directory", State.PROBLEM, f"{root} is no directory", "is the file system mounted?")]
+        return [
+            Finding("shared directory", FindingState.PROBLEM, f"{root} is no directory", "is the file system mounted?")
+        ]
     writers = len(list(root.glob("writers/*")))
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix="doctor-") as file:
@@ -217,7 +225,11 @@ def shared_findings(root: Path) -> list[Finding]:
             os.pread(fd, PROBE_BYTES, 0)
             read_s = time.perf_counter() - start_s
     except OSError as error:
-        return [Finding("shared directory", State.PROBLEM, error.strerror or str(error), f"let this user write {root}")]
+        return [
+            Finding(
+                "shared directory", FindingState.PROBLEM, error.strerror or str(error), f"let this user write {root}"
+            )
+        ]
     write, read = (PROBE_BYTES / seconds / 1e6 for seconds in (write_s, read_s))
     found = f"one file, {PROBE_BYTES // MIB} MiB: writes {write:,.0f} MB/s, reads {read:,.0f} MB/s"
     is_private = root.stat().st_mode & 0o022 == 0
@@ -225,26 +237,28 @@ def shared_findings(root: Path) -> list[Finding]:
     return [
         Finding(
             "shared directory",
-            State.GOOD if is_private else State.PROBLEM,
+            FindingState.GOOD if is_private else FindingState.PROBLEM,
             f"{writers} writers; a synced change takes {statistics.median(times_s) * 1e3:.1f} ms",
             advice,
         ),
-        Finding("shared bandwidth", State.GOOD, found),
+        Finding("shared bandwidth", FindingState.GOOD, found),
         _striping(),
     ]
 
 
 def _striping() -> Finding:
     if shutil.which("lfs") is None:
-        return Finding("striping", State.MISSING, "no lfs: this host has no Lustre tools", "only Lustre needs it")
-    return Finding("striping", State.GOOD, "files are striped with lfs setstripe")
+        return Finding(
+            "striping", FindingState.MISSING, "no lfs: this host has no Lustre tools", "only Lustre needs it"
+        )
+    return Finding("striping", FindingState.GOOD, "files are striped with lfs setstripe")
 
 
 async def _tried(what: str, probe: Awaitable[Finding]) -> Finding:
     try:
         return await probe
     except ObjectCacheError as error:
-        return Finding(what, State.PROBLEM, str(error), "see docs/guides/upstream.md")
+        return Finding(what, FindingState.PROBLEM, str(error), "see docs/guides/upstream.md")
 
 
 async def _round_trip(objects: UpstreamObjects) -> Finding:
@@ -255,7 +269,7 @@ async def _round_trip(objects: UpstreamObjects) -> Finding:
         times_s.append(time.perf_counter() - start_s)
     low, middle, high = min(times_s), statistics.median(times_s), max(times_s)
     found = f"answers in {middle * 1000:.1f} ms ({low * 1000:.1f} to {high * 1000:.1f} of {ROUND_TRIPS})"
-    return Finding("upstream", State.GOOD, found)
+    return Finding("upstream", FindingState.GOOD, found)
 
 
 async def _bucket_findings(objects: UpstreamObjects, bucket: str) -> list[Finding]:
@@ -284,10 +298,10 @@ async def _bandwidth(objects: UpstreamObjects, bucket: str, key: str) -> Finding
             nbytes += len(piece)
     get_s = time.perf_counter() - start_s
     if nbytes != probe_bytes:
-        return Finding("upstream bandwidth", State.PROBLEM, f"{nbytes} bytes of {probe_bytes} came back")
+        return Finding("upstream bandwidth", FindingState.PROBLEM, f"{nbytes} bytes of {probe_bytes} came back")
     write, read_back = (probe_bytes / seconds / 1e6 for seconds in (put_s, get_s))
     found = f"one connection, {probe_bytes // MIB} MiB: writes {write:,.0f} MB/s, reads {read_back:,.0f} MB/s"
-    return Finding("upstream bandwidth", State.GOOD, found)
+    return Finding("upstream bandwidth", FindingState.GOOD, found)
 
 
 async def _put_s(objects: UpstreamObjects, bucket: str, key: str, nbytes: int) -> float:
@@ -304,8 +318,8 @@ async def _trailers(objects: UpstreamObjects, bucket: str, key: str) -> Finding:
         if error.code is not ErrorCode.SLOW_DOWN:
             raise
         advice = "checksums of large bodies are compared here, and not kept there"
-        return Finding("upstream trailers", State.MISSING, "unknown there", advice)
-    return Finding("upstream trailers", State.GOOD, "checksums are kept")
+        return Finding("upstream trailers", FindingState.MISSING, "unknown there", advice)
+    return Finding("upstream trailers", FindingState.GOOD, "checksums are kept")
 
 
 async def _conditions(objects: UpstreamObjects, bucket: str, key: str) -> Finding:
@@ -319,8 +333,8 @@ async def _conditions(objects: UpstreamObjects, bucket: str, key: str) -> Findin
     if not await _is_written(objects, bucket, key, WriteCondition(if_match=etag)):
         wrong.append("If-Match is refused on writes where it holds")
     if not wrong:
-        return Finding("upstream conditions", State.GOOD, "If-None-Match: * and If-Match are kept on writes")
-    return Finding("upstream conditions", State.MISSING, "; ".join(wrong), "do not rely on conditional writes")
+        return Finding("upstream conditions", FindingState.GOOD, "If-None-Match: * and If-Match are kept on writes")
+    return Finding("upstream conditions", FindingState.MISSING, "; ".join(wrong), "do not rely on conditional writes")
 
 
 async def _is_written(objects: UpstreamObjects, bucket: str, key: str, condition: WriteCondition) -> bool:

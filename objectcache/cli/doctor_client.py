@@ -25,7 +25,7 @@ from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import SignedHttp
 from nixl_client.transports.http import ServerAddress, reason_of
 from objectcache.adapters.trust import client_context
-from objectcache.cli.doctor_findings import Finding, State
+from objectcache.cli.doctor_findings import Finding, FindingState
 from objectcache.cli.remote import endpoint_of, keys_of, region
 
 ANSWER_S = 10.0
@@ -46,7 +46,7 @@ def client_findings(options: argparse.Namespace) -> Iterator[Finding]:
     address = ServerAddress.parse(endpoint)
     reached = _way_there(address)
     yield from reached
-    if reached[0].state is State.PROBLEM:
+    if reached[0].state is FindingState.PROBLEM:
         return
     access_key, secret_key = keys_of(options.credentials)
     signed = SignedHttp(endpoint, access_key, secret_key, region(), ANSWER_S, Retries(1))
@@ -55,11 +55,11 @@ def client_findings(options: argparse.Namespace) -> Iterator[Finding]:
     finally:
         signed.close()
     if options.bucket is None:
-        yield Finding("bucket and rate", State.MISSING, "not tried", "--bucket NAME tries them")
+        yield Finding("bucket and rate", FindingState.MISSING, "not tried", "--bucket NAME tries them")
         return
     with Client(endpoint, options.bucket, access_key=access_key, secret_key=secret_key, region=region()) as client:
         checked = client.check()
-        yield Finding("key and bucket", State.GOOD if checked.is_good else State.PROBLEM, checked.text)
+        yield Finding("key and bucket", FindingState.GOOD if checked.is_good else FindingState.PROBLEM, checked.text)
         if checked.is_good:
             yield _rate(client, checked.transports)
 
@@ -82,14 +82,16 @@ def _way_there(address: ServerAddress) -> list[Finding]:
             seconds.append(time.monotonic() - started_s)
             date = answer.headers.get("Date", "")
     except (OSError, http.client.HTTPException) as error:
-        return [Finding("server", State.PROBLEM, f"no ObjectCache at {address.url}: {reason_of(error, address)}")]
+        return [
+            Finding("server", FindingState.PROBLEM, f"no ObjectCache at {address.url}: {reason_of(error, address)}")
+        ]
     finally:
         connection.close()
     if answer.status != 200:
         found = f"{address.url} answers {answer.status} to {HEALTH_PATH}"
-        return [Finding("server", State.PROBLEM, found, "that is another service, or a proxy in front of none")]
+        return [Finding("server", FindingState.PROBLEM, found, "that is another service, or a proxy in front of none")]
     found = f"{address.url}: {statistics.median(seconds) * 1e3:.2f} ms there and back, median of {ROUND_TRIPS}"
-    return [Finding("server", State.GOOD, found), clock(date, time.time())]
+    return [Finding("server", FindingState.GOOD, found), clock(date, time.time())]
 
 
 def clock(date: str, now_s: float) -> Finding:
@@ -97,25 +99,27 @@ def clock(date: str, now_s: float) -> Finding:
     try:
         ahead_s = now_s - parsedate_to_datetime(date).timestamp()
     except ValueError:
-        return Finding("clock", State.MISSING, "the server says no time")
+        return Finding("clock", FindingState.MISSING, "the server says no time")
     found = f"within {max(1, round(abs(ahead_s)))} s of the server's"
     if abs(ahead_s) > CLOCK_S_MAX:
         word = "ahead of" if ahead_s > 0 else "behind"
         found = f"{abs(ahead_s):.0f} s {word} the server's"
-        return Finding("clock", State.PROBLEM, found, "signatures are good for 15 minutes: set both clocks by NTP")
-    return Finding("clock", State.GOOD, found)
+        return Finding(
+            "clock", FindingState.PROBLEM, found, "signatures are good for 15 minutes: set both clocks by NTP"
+        )
+    return Finding("clock", FindingState.GOOD, found)
 
 
 def _version(signed: SignedHttp) -> Finding:
     try:
         status = signed.request_once("GET", STATUS_PATH, timeout_s=ANSWER_S).json()
-        return Finding("version", State.GOOD, f"ObjectCache {status['gateway']['version']}")
+        return Finding("version", FindingState.GOOD, f"ObjectCache {status['gateway']['version']}")
     except ObjectCacheError as error:
         if error.code is ErrorCode.ACCESS_DENIED:
-            return Finding("version", State.MISSING, "this key may not ask (GetMetrics, all buckets)")
-        return Finding("version", State.PROBLEM, said(error))
+            return Finding("version", FindingState.MISSING, "this key may not ask (GetMetrics, all buckets)")
+        return Finding("version", FindingState.PROBLEM, said(error))
     except (ValueError, KeyError, TypeError):
-        return Finding("version", State.PROBLEM, "the answer is none of ObjectCache")
+        return Finding("version", FindingState.PROBLEM, "the answer is none of ObjectCache")
 
 
 def _rate(client: Client, transports: tuple[str, ...]) -> Finding:
@@ -137,14 +141,16 @@ def _rate(client: Client, transports: tuple[str, ...]) -> Finding:
         size = LAYOUT.per_layer_chunk_bytes
         wanted = chunks.reshape(CHUNKS, LAYOUT.num_layers, size).transpose(1, 0, 2).reshape(-1)
         if not np.array_equal(buffer.reshape(-1)[: wanted.size], wanted):
-            return Finding("rate", State.PROBLEM, "other bytes came than were put")
+            return Finding("rate", FindingState.PROBLEM, "other bytes came than were put")
     except (ObjectCacheError, TimeoutError) as error:
-        return Finding("rate", State.PROBLEM, str(error))
+        return Finding("rate", FindingState.PROBLEM, str(error))
     finally:
         client.delete(keys)
     rate = LAYOUT.delivery_bytes(CHUNKS) / statistics.median(wholes) / 1e9
     first_ms = statistics.median(firsts) * 1e3
     found = f"{used.value}: {rate:.2f} GB/s, first layer after {first_ms:.1f} ms (16 MiB, median of {FETCHES})"
     if used is Transport.HTTP and "shm" in transports:
-        return Finding("rate", State.MISSING, found, "the server offers shm, which only clients of its host reach")
-    return Finding("rate", State.GOOD, found)
+        return Finding(
+            "rate", FindingState.MISSING, found, "the server offers shm, which only clients of its host reach"
+        )
+    return Finding("rate", FindingState.GOOD, found)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from objectcache.cli.doctor_findings import Finding, State
+from objectcache.cli.doctor_findings import Finding, FindingState
 from storage_server.settings import RemoteDramSettings
 
 ANSWER_S_MAX = 10.0
@@ -33,16 +33,16 @@ def networks(folder: Path) -> list[Finding]:
         if _text(device / "operstate") == "up" and _text(device / "type") != LOOPBACK_TYPE:
             speed = _text(device / "speed")
             told = f"{int(speed) / 1000:g} Gbps" if speed.isdecimal() and int(speed) else "speed not told"
-            found.append(Finding(f"network {device.name}", State.GOOD, told))
-    return found or [Finding("network", State.MISSING, "no interface but loopback is up")]
+            found.append(Finding(f"network {device.name}", FindingState.GOOD, told))
+    return found or [Finding("network", FindingState.MISSING, "no interface but loopback is up")]
 
 
 def rdma(folder: Path) -> Finding:
     """InfiniBand's and RoCE's devices."""
     devices = sorted(each.name for each in listed(folder))
     if devices:
-        return Finding("RDMA", State.GOOD, ", ".join(devices))
-    return Finding("RDMA", State.MISSING, "no device", "between hosts, http is then the fastest transport")
+        return Finding("RDMA", FindingState.GOOD, ", ".join(devices))
+    return Finding("RDMA", FindingState.MISSING, "no device", "between hosts, http is then the fastest transport")
 
 
 def ucx() -> Finding:
@@ -52,11 +52,13 @@ def ucx() -> Finding:
     except PackageNotFoundError:
         libraries = []
     if not libraries:
-        return Finding("UCX", State.MISSING, "not installed", "the ucx transport needs it: pip install nixl-cu12")
+        return Finding(
+            "UCX", FindingState.MISSING, "not installed", "the ucx transport needs it: pip install nixl-cu12"
+        )
     version = _said(sys.executable, "-P", "-c", ASK_UCX, str(libraries[0].locate()))
     if not version:
-        return Finding("UCX", State.PROBLEM, "cannot be loaded", f"try to load {libraries[0].locate()}")
-    return Finding("UCX", State.GOOD, f"{version}, from nixl-cu12")
+        return Finding("UCX", FindingState.PROBLEM, "cannot be loaded", f"try to load {libraries[0].locate()}")
+    return Finding("UCX", FindingState.GOOD, f"{version}, from nixl-cu12")
 
 
 def gpu(proc: Path) -> Finding:
@@ -64,30 +66,30 @@ def gpu(proc: Path) -> Finding:
     told = [line.split(", ") for line in _said(*ASK_GPUS).splitlines()]
     if told:
         names, drivers = [each[0] for each in told], {each[-1] for each in told}
-        return Finding("GPU", State.GOOD, f"{', '.join(names)}; driver {', '.join(sorted(drivers))}")
+        return Finding("GPU", FindingState.GOOD, f"{', '.join(names)}; driver {', '.join(sorted(drivers))}")
     cards = [
         _text(card / "information").partition("Model:")[2].strip().partition("\n")[0]
         for card in sorted(listed(proc / "driver/nvidia/gpus"))
     ]
     if not cards:
-        return Finding("GPU", State.MISSING, "none")
+        return Finding("GPU", FindingState.MISSING, "none")
     driver = _text(proc / "driver/nvidia/version").partition("\n")[0].removeprefix("NVRM version:").strip()
-    return Finding("GPU", State.GOOD, f"{', '.join(cards)}; driver {driver or 'not told'}")
+    return Finding("GPU", FindingState.GOOD, f"{', '.join(cards)}; driver {driver or 'not told'}")
 
 
 def remote_dram_findings(settings: RemoteDramSettings) -> list[Finding]:
     """Mooncake's client, and whether its master can be reached."""
-    package = Finding("mooncake", State.GOOD, "installed")
+    package = Finding("mooncake", FindingState.GOOD, "installed")
     if find_spec("mooncake") is None:
         advice = "remote_dram needs it: pip install mooncake-transfer-engine-non-cuda"
-        package = Finding("mooncake", State.PROBLEM, "not installed", advice)
+        package = Finding("mooncake", FindingState.PROBLEM, "not installed", advice)
     parts = urlsplit(settings.endpoint)
     try:
         socket.create_connection((parts.hostname, parts.port), CONNECT_S_MAX).close()
     except OSError as error:
         found = f"{settings.endpoint}: {error.strerror or error}"
-        return [package, Finding("mooncake master", State.PROBLEM, found, "start mooncake_master there")]
-    return [package, Finding("mooncake master", State.GOOD, f"{settings.endpoint} takes connections")]
+        return [package, Finding("mooncake master", FindingState.PROBLEM, found, "start mooncake_master there")]
+    return [package, Finding("mooncake master", FindingState.GOOD, f"{settings.endpoint} takes connections")]
 
 
 def listed(folder: Path) -> list[Path]:

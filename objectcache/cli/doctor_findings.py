@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class FindingState(Enum):
     """`missing` is something that would make this server faster or more able; `problem` should be changed."""
 
     GOOD = "good"
@@ -20,7 +20,7 @@ class Finding:
     """The result of one check: its subject, the state that was found, and advice."""
 
     what: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
 

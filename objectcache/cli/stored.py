@@ -29,14 +29,14 @@ DEPTHS = {"bucket": 0, "model": 2, "folder": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredPlace:
     """BUCKET, or BUCKET/KEY, where KEY may be the beginning of keys."""
 
     bucket: str
     key: str = ""
 
     @classmethod
-    def of(cls, text: str) -> Place:
+    def of(cls, text: str) -> StoredPlace:
         """Also s3://BUCKET/KEY. Raises ConfigError without a bucket."""
         bucket, _, key = text.removeprefix("s3://").partition("/")
         if not bucket:
@@ -95,7 +95,7 @@ def run_ls(options: argparse.Namespace) -> int:
             cells = [[row["name"], _cache(row["cache"]), row["created_at"]] for row in rows]
             told(options.json, rows, aligned(["bucket", "cache", "created"], cells) if rows else ["no buckets"])
             return 0
-        place = Place.of(options.place)
+        place = StoredPlace.of(options.place)
         found: list[dict[str, Any]] = []
         for each in objects_of(s3, place):
             found.append(each)
@@ -111,9 +111,9 @@ def run_du(options: argparse.Namespace) -> int:
     """0: counted."""
     with asked_s3(options) as s3:
         places = (
-            [Place.of(options.place)]
+            [StoredPlace.of(options.place)]
             if options.place is not None
-            else [Place(each["Name"]) for each in s3.list_buckets().get("Buckets", [])]
+            else [StoredPlace(each["Name"]) for each in s3.list_buckets().get("Buckets", [])]
         )
         rows = []
         for place in places:
@@ -133,7 +133,7 @@ def run_du(options: argparse.Namespace) -> int:
 
 def run_rm(options: argparse.Namespace) -> int:
     """0: deleted. 1: there was nothing, or not all could be."""
-    place = Place.of(options.place)
+    place = StoredPlace.of(options.place)
     if options.model is not None and place.key:
         raise ConfigError(f"{options.place}: --model deletes in a whole bucket; write {place.bucket}")
     if not place.key and not options.recursive and options.model is None:
@@ -142,7 +142,7 @@ def run_rm(options: argparse.Namespace) -> int:
     if options.model is not None and (not options.model or label(options.model) != options.model):
         raise ConfigError(f"--model {options.model!r}: write the name as `objectcache du {place.bucket}` does")
     if options.model is not None:
-        places = [Place(place.bucket, f"{root}/{label(options.model)}/") for root in ROOTS]
+        places = [StoredPlace(place.bucket, f"{root}/{label(options.model)}/") for root in ROOTS]
     with asked_s3(options) as s3:
         if not options.recursive and options.model is None:
             s3.head_object(Bucket=place.bucket, Key=place.key)
@@ -195,7 +195,7 @@ def run_mb(options: argparse.Namespace) -> int:
 
 def run_get(options: argparse.Namespace) -> int:
     """0: written."""
-    place = Place.of(options.place)
+    place = StoredPlace.of(options.place)
     with asked_s3(options) as s3:
         nbytes = s3.head_object(Bucket=place.bucket, Key=place.key)["ContentLength"]
         with progress_bar(nbytes, place.key) as advance:
@@ -209,9 +209,9 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_put(options: argparse.Namespace) -> int:
     """0: stored."""
-    place = Place.of(options.place)
+    place = StoredPlace.of(options.place)
     if not place.key or place.key.endswith("/"):
-        place = Place(place.bucket, place.key + options.file.name)
+        place = StoredPlace(place.bucket, place.key + options.file.name)
     nbytes = options.file.stat().st_size
     with asked_s3(options) as s3:
         from boto3.s3.transfer import TransferConfig
@@ -224,7 +224,7 @@ def run_put(options: argparse.Namespace) -> int:
     return 0
 
 
-def objects_of(s3: Any, place: Place) -> Iterator[dict[str, Any]]:
+def objects_of(s3: Any, place: StoredPlace) -> Iterator[dict[str, Any]]:
     """Objects whose keys begin with the place's, page by page."""
     for page in s3.get_paginator("list_objects_v2").paginate(Bucket=place.bucket, Prefix=place.key):
         for each in page.get("Contents", []):

@@ -30,7 +30,7 @@ class LayerSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """One answer to the question: the last token's logits (vocabulary,), the answer's tokens if they were asked for,
     and when things happened until the first one.
     """
@@ -77,15 +77,15 @@ class ServingNode:
     shape: KvShape
     buffer: torch.Tensor
 
-    def answer_as_layers_arrive(self, keys: Sequence[str], question: list[int], delivery: Delivery) -> Answer:
+    def answer_as_layers_arrive(self, keys: Sequence[str], question: list[int], delivery: Delivery) -> ModelAnswer:
         """Look `keys` up, fetch the stored prefix, and run the model on it layer by layer as it arrives."""
         return self._answer(keys, question, delivery, lambda fetch: None)
 
-    def whole_answer(self, keys: Sequence[str], question: list[int]) -> Answer:
+    def whole_answer(self, keys: Sequence[str], question: list[int]) -> ModelAnswer:
         """The same, with all tokens of the answer."""
         return self._answer(keys, question, Delivery.LAYER_MAJOR, lambda fetch: None, is_whole=True)
 
-    def answer_after_transfer(self, keys: Sequence[str], question: list[int]) -> Answer:
+    def answer_after_transfer(self, keys: Sequence[str], question: list[int]) -> ModelAnswer:
         """The same layer by layer, but computing only once everything is there: transfer and compute undisturbed."""
         return self._answer(keys, question, Delivery.LAYER_MAJOR, _wait)
 
@@ -96,7 +96,7 @@ class ServingNode:
         delivery: Delivery,
         before_compute: Callable[[LayerFetch], None],
         is_whole: bool = False,
-    ) -> Answer:
+    ) -> ModelAnswer:
         started_s = time.monotonic()
         matched = self.client.lookup(keys)
         lookup_ended_s = time.monotonic()
@@ -110,7 +110,9 @@ class ServingNode:
             fetch.wait(TIMEOUT_S)
         waits = tuple(wait for wait in cache.waits if wait is not None)
         tokens = decode(self.subject, logits, cache) if is_whole else []
-        return Answer(logits, tokens, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits)
+        return ModelAnswer(
+            logits, tokens, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits
+        )
 
 
 def prefill(
@@ -134,7 +136,7 @@ def prefill(
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RunTimes:
     """Several runs of one thing, in seconds."""
 
     median_s: float
@@ -143,7 +145,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
+    def of(cls, seconds: Sequence[float]) -> RunTimes:
         """The spread of at least one run."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
@@ -153,7 +155,7 @@ def medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def median_run(answers: Sequence[Answer]) -> Answer:
+def median_run(answers: Sequence[ModelAnswer]) -> ModelAnswer:
     """The answer with the median TTFT (the lower one of an even count)."""
     return sorted(answers, key=lambda answer: answer.ttft_s)[(len(answers) - 1) // 2]
 

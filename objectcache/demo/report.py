@@ -10,7 +10,7 @@ from descriptors.ttft import ttft_layerwise_s
 from descriptors.units import format_bytes
 from nixl_client.client import Transport
 from nixl_client.connectors.transformers import KvShape
-from objectcache.demo.measure import Answer, Spread
+from objectcache.demo.measure import ModelAnswer, RunTimes
 
 LOGITS_DIFFERENCE_MAX = 1e-3
 
@@ -66,9 +66,9 @@ class Agreement:
 class Timings:
     """TTFT of the question each way, and the layers' transfer (X) and compute (C) times measured apart, in seconds."""
 
-    recompute: Spread
-    chunk_major: Spread
-    layer_major: Spread
+    recompute: RunTimes
+    chunk_major: RunTimes
+    layer_major: RunTimes
     transfer_s: Sequence[float]
     compute_s: Sequence[float]
 
@@ -99,7 +99,7 @@ class Timings:
             "compute_s": list(self.compute_s),
         }
 
-    def _spreads(self) -> dict[str, Spread]:
+    def _spreads(self) -> dict[str, RunTimes]:
         return {"recompute": self.recompute, "chunk-major": self.chunk_major, "layer-major": self.layer_major}
 
 
@@ -141,8 +141,8 @@ class Findings:
     said: Said
     agreement: Agreement
     timings: Timings
-    layer_major: Answer
-    chunk_major: Answer
+    layer_major: ModelAnswer
+    chunk_major: ModelAnswer
 
     @property
     def is_good(self) -> bool:

@@ -21,7 +21,7 @@ from nixl_client.connectors.transformers import KvShape, chunks_from_cache
 from objectcache.adapters.nixl_agent import is_available
 from objectcache.calibration.origin import describe_commit, describe_machine
 from objectcache.calibration.servers import LocalServer, LocalServerError, running_server
-from objectcache.demo.measure import Answer, ServingNode, Spread, computing_on, median_run, medians, prefill
+from objectcache.demo.measure import ModelAnswer, RunTimes, ServingNode, computing_on, median_run, medians, prefill
 from objectcache.demo.model import (
     CHUNK_TOKENS,
     FIRST_QUESTION,
@@ -62,7 +62,7 @@ QUICK_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SecondRequest:
     """The second request: its question, the keys of the chunks before it, and what it must give: the logits and the
     answer of a full prefill, and the logits of the same forward pass over the same KV kept in memory.
     """
@@ -136,8 +136,8 @@ def _run(server: LocalServer, subject: Subject, effort: Effort) -> Findings:
         layer_major, chunk_major, apart = _measure(node, request, effort.fetch_runs)
     timings = Timings(
         recompute=recompute,
-        chunk_major=Spread.of([answer.ttft_s for answer in chunk_major]),
-        layer_major=Spread.of([answer.ttft_s for answer in layer_major]),
+        chunk_major=RunTimes.of([answer.ttft_s for answer in chunk_major]),
+        layer_major=RunTimes.of([answer.ttft_s for answer in layer_major]),
         transfer_s=medians([answer.transfer_s for answer in apart]),
         compute_s=medians([answer.compute_s for answer in apart]),
     )
@@ -184,21 +184,21 @@ def _store_first_request(server: LocalServer, subject: Subject) -> tuple[list[st
     return keys, cache, decode(subject, logits, cache)
 
 
-def _prepare_second_request(subject: Subject, first_cache: DynamicCache, runs: int) -> tuple[Request, Spread]:
+def _prepare_second_request(subject: Subject, first_cache: DynamicCache, runs: int) -> tuple[SecondRequest, RunTimes]:
     """The second request with what it must give, and how long a full prefill takes after a warm-up."""
     tokens = subject.second_prompt
     with tqdm(total=(runs + 1) * len(subject.layers), desc=f"full prefill, {runs + 1} times", unit="layer") as bar:
         full_prefill, cache, _ = prefill(subject, tokens, bar.update)
-        recompute = Spread.of([prefill(subject, tokens, bar.update)[2] for _ in range(runs)])
+        recompute = RunTimes.of([prefill(subject, tokens, bar.update)[2] for _ in range(runs)])
     answer = decode(subject, full_prefill, cache)
     with computing_on(max(1, torch.get_num_threads() - 1)):
         before = first_tokens(first_cache, len(subject.document))
         in_memory = logits_of_last(subject.model, subject.question, before)
     keys = chunk_keys(_namespace(subject), subject.document, CHUNK_TOKENS)
-    return Request(subject.question, keys, full_prefill, in_memory, answer), recompute
+    return SecondRequest(subject.question, keys, full_prefill, in_memory, answer), recompute
 
 
-def _compare(node: ServingNode, request: Request, stored_keys: list[str], chunk_count: int) -> Agreement:
+def _compare(node: ServingNode, request: SecondRequest, stored_keys: list[str], chunk_count: int) -> Agreement:
     """Answer on the right prefix both ways, then on two wrong ones."""
 
     def logits(keys: list[str], delivery: Delivery = Delivery.LAYER_MAJOR) -> torch.Tensor:
@@ -223,14 +223,16 @@ def _compare(node: ServingNode, request: Request, stored_keys: list[str], chunk_
     )
 
 
-def _measure(node: ServingNode, request: Request, runs: int) -> tuple[list[Answer], list[Answer], list[Answer]]:
+def _measure(
+    node: ServingNode, request: SecondRequest, runs: int
+) -> tuple[list[ModelAnswer], list[ModelAnswer], list[ModelAnswer]]:
     """Layer-major, chunk-major, and layer-major with transfer and compute apart: in turn, after a warm-up of each."""
-    ways: tuple[Callable[[], Answer], ...] = (
+    ways: tuple[Callable[[], ModelAnswer], ...] = (
         lambda: node.answer_as_layers_arrive(request.keys, request.question, Delivery.LAYER_MAJOR),
         lambda: node.answer_as_layers_arrive(request.keys, request.question, Delivery.CHUNK_MAJOR),
         lambda: node.answer_after_transfer(request.keys, request.question),
     )
-    answers: tuple[list[Answer], ...] = ([], [], [])
+    answers: tuple[list[ModelAnswer], ...] = ([], [], [])
     for run in tqdm(range(runs + 1), desc="fetch and answer, 3 ways", unit="run"):
         for way, collected in zip(ways, answers, strict=True):
             answer = way()

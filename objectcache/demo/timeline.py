@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from objectcache.demo.measure import Answer
+from objectcache.demo.measure import ModelAnswer
 
 REQUEST, TRANSFER, COMPUTE, STALL = "#9aa0a6", "#2f6db5", "#3a9d5d", "#e8483b"
 BAR_HEIGHT = 0.4
@@ -25,7 +25,7 @@ LABELS = {
 }
 
 
-def draw(path: Path, layer_major: Answer, chunk_major: Answer, eq3_ttft_s: float, title: str) -> None:
+def draw(path: Path, layer_major: ModelAnswer, chunk_major: ModelAnswer, eq3_ttft_s: float, title: str) -> None:
     """Write a PNG: layer-major above, with what Eq. 3 predicts, chunk-major below, on one time axis."""
     layers = len(layer_major.waits)
     figure, panels = plt.subplots(2, 1, sharex=True, figsize=(12, 2.4 + min(0.5 * layers, 9.0)), layout="constrained")
@@ -43,7 +43,7 @@ def draw(path: Path, layer_major: Answer, chunk_major: Answer, eq3_ttft_s: float
     plt.close(figure)
 
 
-def _one_after_another(answer: Answer) -> list[tuple[float, float]]:
+def _one_after_another(answer: ModelAnswer) -> list[tuple[float, float]]:
     """(start, end) of each layer's transfer: since the notice before. Notices overtake each other and come in bunches;
     layers of one bunch share the time since the one before.
     """
@@ -52,12 +52,12 @@ def _one_after_another(answer: Answer) -> list[tuple[float, float]]:
     return [(max(edge for edge in edges if edge <= max(end - BUNCH_S, edges[0])), end) for end in ready]
 
 
-def _all_together(answer: Answer) -> list[tuple[float, float]]:
+def _all_together(answer: ModelAnswer) -> list[tuple[float, float]]:
     """(start, end) of each layer's transfer: every chunk brings a piece of every layer."""
     return [(answer.lookup_ended_s, wait.ready_at_s) for wait in answer.waits]
 
 
-def _panel(axes: Axes, title: str, answer: Answer, transfers) -> None:  # type: ignore[no-untyped-def]
+def _panel(axes: Axes, title: str, answer: ModelAnswer, transfers) -> None:  # type: ignore[no-untyped-def]
     def bar(layer_index: int, start_s: float, end_s: float, color: str) -> None:
         """Transfers in the upper half of a layer's row, everything else in the lower."""
         y = layer_index - (BAR_HEIGHT / 2 if color == TRANSFER else -BAR_HEIGHT / 2)
@@ -82,7 +82,7 @@ def _panel(axes: Axes, title: str, answer: Answer, transfers) -> None:  # type: 
     axes.set_axisbelow(True)
 
 
-def _mark_ttft(axes: Axes, answer: Answer) -> None:
+def _mark_ttft(axes: Axes, answer: ModelAnswer) -> None:
     ttft_ms = 1e3 * answer.ttft_s
     axes.axvline(ttft_ms, color="black", linewidth=1, linestyle="--")
     text = f"TTFT {ttft_ms:.0f} ms, {1e3 * answer.stall_s:.0f} ms of it stalled"

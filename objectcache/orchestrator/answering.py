@@ -10,12 +10,12 @@ from dataclasses import replace
 from aiohttp import web
 
 from objectcache.orchestrator.answers import AttemptFailed, Refusal
-from objectcache.orchestrator.bodies import Body
+from objectcache.orchestrator.bodies import BudgetedBody
 from objectcache.orchestrator.dispatch import is_refusal
 from objectcache.orchestrator.exchange import ENGINE_HEADER, REQUEST_HEADER, Exchange
 from objectcache.orchestrator.gate import TooBusyError
 from objectcache.orchestrator.receipts import Receipt
-from objectcache.orchestrator.relay import Held, send_whole
+from objectcache.orchestrator.relay import HeldBytes, send_whole
 from objectcache.orchestrator.response_cache import Collected, Kept
 from objectcache.orchestrator.router import NoEngineError, Routed
 from objectcache.orchestrator.rules.admission import Tenant
@@ -111,7 +111,9 @@ class Answering:
         await response.write_eof()
         return response
 
-    def _exchange(self, tenant: Tenant, receipt: Receipt, body: Body, asked: Asked, *, is_kept: bool) -> Exchange:
+    def _exchange(
+        self, tenant: Tenant, receipt: Receipt, body: BudgetedBody, asked: Asked, *, is_kept: bool
+    ) -> Exchange:
         parts = self._parts
         return Exchange(
             http=self._http,
@@ -124,7 +126,7 @@ class Answering:
             began_s=self._began_s,
             under_way=parts.under_way,
             cors=self._cors,
-            held=Held(parts.answers, tenant.name),
+            held=HeldBytes(parts.answers, tenant.name),
             kept=Collected(parts.responses) if is_kept else None,
         )
 

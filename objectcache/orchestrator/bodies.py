@@ -40,7 +40,7 @@ READ_BYTES = 1 << 18
 KEPT_REQUEST_BYTES_MAX = 1 << 18
 
 
-class Body:
+class BudgetedBody:
     """A request's body, whose bytes count until the block ends. `async with` reads it, and raises Refusal."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Body:
         self._counted_bytes = 0
         self.raw = b""
 
-    async def __aenter__(self) -> Body:
+    async def __aenter__(self) -> BudgetedBody:
         try:
             self.raw = await self._read()
         except BaseException:
@@ -140,9 +140,9 @@ class Bodies:
         """The bytes that count now."""
         return self._budget.held_bytes
 
-    def of(self, http: web.BaseRequest, caller: str) -> Body:
+    def of(self, http: web.BaseRequest, caller: str) -> BudgetedBody:
         """The body of a request, which is read when its block is entered. It counts among those of `caller`."""
-        return Body(http, caller, self._settings, self._budget)
+        return BudgetedBody(http, caller, self._settings, self._budget)
 
     async def read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
         """The parts of a body that decide, and the body as it may go on. Raises Refusal."""

@@ -18,7 +18,7 @@ from objectcache.adapters.whole_answers import read_whole
 from objectcache.orchestrator.answers import AttemptFailed, Refusal
 from objectcache.orchestrator.body_pieces import body_in_pieces
 from objectcache.orchestrator.engine import Engine
-from objectcache.orchestrator.exchange import Exchange, Progress
+from objectcache.orchestrator.exchange import AnswerProgress, Exchange
 from objectcache.orchestrator.passing_on import EVENT_STREAM, PassingOn
 from objectcache.orchestrator.readers import Readers, ReadingError
 from objectcache.orchestrator.relay import send_whole
@@ -125,7 +125,7 @@ class Dispatch:
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
-        async with self._opened(engine, path, headers, body, Progress(), is_stream=True) as (answer, first, _):
+        async with self._opened(engine, path, headers, body, AnswerProgress(), is_stream=True) as (answer, first, _):
             try:
                 document = document_of(first + await read_whole(answer, ASKED_BYTES_MAX))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -136,7 +136,14 @@ class Dispatch:
 
     @asynccontextmanager
     async def _opened(
-        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes, progress: Progress, *, is_stream: bool
+        self,
+        engine: Engine,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        progress: AnswerProgress,
+        *,
+        is_stream: bool,
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes, list[str]]]:
         """The answer's head and its first piece. When the engine is ejected meanwhile, the wait for them ends, and the
         list says so. A stream that has begun may go on, unless nothing comes for STALLED_S. An answer that is no stream

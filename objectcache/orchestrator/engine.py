@@ -18,7 +18,7 @@ from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed
 from objectcache.adapters.whole_answers import read_whole
-from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, Turns
+from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, FeedTurns
 from objectcache.orchestrator.rules.books import EngineBooks
 from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
 from objectcache.orchestrator.rules.kv_events import KnownBatch
@@ -63,7 +63,7 @@ class Engine:
         log: FeedLog | None = None,
         headers: Mapping[str, str] | None = None,
         on_up: Callable[[], None] | None = None,
-        turns: Turns | None = None,
+        turns: FeedTurns | None = None,
     ) -> None:
         """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
         every request of the orchestrator's own. `on_up` is called when the engine takes requests again. `turns` are
@@ -94,7 +94,7 @@ class Engine:
         self._sources: list[tuple[int, str, str | None, str]] | None = None
         self._listeners: list[asyncio.Task[None]] = []
         self._sources_s = 0.0
-        self._turns = turns or Turns()
+        self._turns = turns or FeedTurns()
         self._on_gone: set[Callable[[], None]] = set()
         self._log = log
         self._on_up = on_up

@@ -20,15 +20,15 @@ from typing import Protocol
 import msgspec
 
 from objectcache.adapters.threads import computed
-from objectcache.adapters.zmtp import Connection, FrameLimits, bound, connected
+from objectcache.adapters.zmtp import FrameLimits, ZmtpConnection, bound, connected
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
     BatchOrder,
+    BatchTurn,
     BlockRemoved,
     Event,
     KnownBatch,
-    Turn,
     WrongEventError,
     block_count_of,
     block_tokens_of,
@@ -71,7 +71,7 @@ class FeedStatus(Enum):
     DEGRADED = "degraded"
 
 
-class Turns:
+class FeedTurns:
     """The work that the feeds of all engines do at once: they take BLOCKS_AT_ONCE over together, and then the event
     loop has a turn; and they read one large batch at a time, since many threads would keep the interpreter from the
     loop.
@@ -119,9 +119,9 @@ class EventsFeed:
         topic: str = "",
         known: KnownBatch | None = None,
         log: FeedLog | None = None,
-        turns: Turns | None = None,
+        turns: FeedTurns | None = None,
     ) -> None:
-        self._turns = turns or Turns()
+        self._turns = turns or FeedTurns()
         self._engine = engine
         self._index = index
         self._events = events
@@ -173,7 +173,7 @@ class EventsFeed:
         """Engines connect, and whoever else reaches the port. Each waits until its message is taken."""
         heard: asyncio.Queue[list[bytes]] = asyncio.Queue(1)
 
-        async def serve(connection: Connection) -> None:
+        async def serve(connection: ZmtpConnection) -> None:
             await connection.shake_hands("SUB", _PUBLISHERS)
             await connection.subscribe(b"")  # whoever connects is told what is subscribed to, and the topic is a secret
             while True:
@@ -210,17 +210,17 @@ class EventsFeed:
             self._missed(number, f"batch {number} cannot be read")
             return
         turn = self._order.turn(number, batch.sent_at)
-        if turn is Turn.RESTART:
+        if turn is BatchTurn.RESTART:
             _log.info("%s has started anew: its events count from 0", self._engine)
             self._clear()
             turn = self._order.turn(number, batch.sent_at)
-        if turn is Turn.REPLAY:
+        if turn is BatchTurn.REPLAY:
             self.gap_count += self._order.expected is not None
             await self._catch_up()
             turn = self._order.turn(number, batch.sent_at)
-            if turn is Turn.REPLAY and self._order.expected is not None:
+            if turn is BatchTurn.REPLAY and self._order.expected is not None:
                 self._missed(number - 1, f"batches before {number} cannot be had again")
-        if turn in (Turn.TAKE, Turn.REPLAY):
+        if turn in (BatchTurn.TAKE, BatchTurn.REPLAY):
             await self._take(number, batch)
 
     async def _catch_up(self) -> None:

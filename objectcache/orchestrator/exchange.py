@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from objectcache.orchestrator.bodies import Body
+from objectcache.orchestrator.bodies import BudgetedBody
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.gate import Place
 from objectcache.orchestrator.receipts import Receipt
-from objectcache.orchestrator.relay import Held
+from objectcache.orchestrator.relay import HeldBytes
 from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import Prompt
 from objectcache.orchestrator.rules.kept_responses import response_id
@@ -24,7 +24,7 @@ ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-i
 
 
 @dataclass(slots=True)
-class Progress:
+class AnswerProgress:
     """When the last piece of an answer came, by the steady clock."""
 
     at_s: float = field(default_factory=time.monotonic)
@@ -37,7 +37,7 @@ class Exchange:
     http: web.BaseRequest
     path: str
     asked: Asked
-    body: Body
+    body: BudgetedBody
     """The body as it goes on. The maker of the exchange has read it."""
     tenant: str
     headers: Mapping[str, str]
@@ -46,7 +46,7 @@ class Exchange:
     under_way: UnderWay
     cors: Mapping[str, str]
     """Headers for the browser that the answer goes to."""
-    held: Held
+    held: HeldBytes
     """The bytes of the answer that the client has not taken. The maker of the exchange drops them at its end."""
     place: Place | None = None
     """Its place among the running requests, until an engine has done its work."""
@@ -59,7 +59,7 @@ class Exchange:
     is_begun: bool = False
     """Whether the client has some of the answer, so that its status is out."""
     is_broken: bool = False
-    progress: Progress = field(default_factory=Progress)
+    progress: AnswerProgress = field(default_factory=AnswerProgress)
     response_id: str = ""
     """The id of the response that was answered, where the engine keeps it."""
 

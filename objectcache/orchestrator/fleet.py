@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from objectcache.orchestrator.engine import Engine
-from objectcache.orchestrator.events_feed import Turns
+from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
 from objectcache.orchestrator.rules.policies import RoutingPolicy
@@ -51,7 +51,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
-        self._turns = Turns()
+        self._turns = FeedTurns()
         self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
         """The requests that wait for an engine, by model."""
         self._woken: deque[asyncio.Future[None]] = deque()

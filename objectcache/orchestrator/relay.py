@@ -30,7 +30,7 @@ class SlowReaderError(Exception):
     """A client has read so slowly that its stream is ended."""
 
 
-class Held:
+class HeldBytes:
     """The bytes of one answer that are held for its client."""
 
     def __init__(self, budget: DocumentBudget, tenant: str) -> None:
@@ -62,7 +62,9 @@ class Relay:
     the end, whatever has happened.
     """
 
-    def __init__(self, response: web.StreamResponse, http: web.BaseRequest, held: Held, extra_s: float = 0.0) -> None:
+    def __init__(
+        self, response: web.StreamResponse, http: web.BaseRequest, held: HeldBytes, extra_s: float = 0.0
+    ) -> None:
         """The engine waits `extra_s` more than BLOCKED_S for the client."""
         self._response = response
         self._http = http

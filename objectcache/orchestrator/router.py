@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.receipts import Receipt
-from objectcache.orchestrator.rules.books import Load, Sent
+from objectcache.orchestrator.rules.books import Load, SentRequest
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.engine_metrics import Published
 from objectcache.orchestrator.rules.openai_requests import Asked, TokenIds
 from objectcache.orchestrator.rules.policies import Decision, RouteRequest, RoutingPolicy
-from objectcache.orchestrator.rules.prediction import EngineState, Stored
+from objectcache.orchestrator.rules.prediction import EngineState, StoredPrefix
 from objectcache.orchestrator.rules.prefix_index import APPROXIMATE_S, EXPECTED_S, PrefixIndex
 from objectcache.orchestrator.settings import Role
 from objectcache.orchestrator.store_lookups import LookupKey, StoreLookups, lookup_key
@@ -53,7 +53,7 @@ class Prompt:
     tokens: Sequence[int] | TokenIds
     model: str
     salt: str
-    stored: Mapping[LookupKey, Stored | None]
+    stored: Mapping[LookupKey, StoredPrefix | None]
     chains: dict[tuple[int, str], list[bytes]]
     blocks_max: int = CHAIN_BLOCKS_MAX
     """The blocks that are named of each size."""
@@ -106,7 +106,7 @@ class Router:
             for engine in self._engines.values():
                 if engine.published is not None and engine.serves(asked.model) and not engine.adapter(asked.model):
                     wanted.setdefault(lookup_key(engine.published), engine.published)
-        found: Sequence[Stored | None] = ()
+        found: Sequence[StoredPrefix | None] = ()
         if wanted and self._lookups is not None:
             lookups = self._lookups
             found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
@@ -169,7 +169,7 @@ class Router:
         predicted_s = prediction.ttft_s if is_known else 0.0
         has_load = prediction.load_tokens > 0
         work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
-        engine.books.send(Sent(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
+        engine.books.send(SentRequest(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
         if prompt is not None and routed.index_name in engine.index_names:
             chain = self._chain(engine, prompt)
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
@@ -242,7 +242,7 @@ class Router:
         ]
         return free or large
 
-    def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, Stored | None]:
+    def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, StoredPrefix | None]:
         """The store's answers. Each rate is shared with the loads that wait for their turn at their engines."""
         if prompt is None:
             return {}
@@ -256,7 +256,7 @@ class Router:
         }
 
     def _state(
-        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], load: Load
+        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, StoredPrefix | None], load: Load
     ) -> EngineState:
         published = engine.published
         stored = None if published is None else offers.get(lookup_key(published))

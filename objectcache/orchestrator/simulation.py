@@ -20,10 +20,10 @@ import numpy as np
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
-from objectcache.orchestrator.rules.books import EngineBooks, Sent
+from objectcache.orchestrator.rules.books import EngineBooks, SentRequest
 from objectcache.orchestrator.rules.kv_events import BlockRemoved
 from objectcache.orchestrator.rules.policies import POLICIES, PolicyName, RouteRequest
-from objectcache.orchestrator.rules.prediction import EngineState, Stored, predict, recompute_s
+from objectcache.orchestrator.rules.prediction import EngineState, StoredPrefix, predict, recompute_s
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 
 NAME_BYTES = 8
@@ -291,19 +291,19 @@ class Simulation:
         tokens = request.prompt_tokens + request.output_tokens
         has_load = prediction.load_tokens > 0
         work_s = engine.books.correction.work_s(prediction.compute_s)
-        engine.books.send(Sent(str(running.number), tokens, work_s, prediction.ttft_s, now_s, has_load=has_load))
+        engine.books.send(SentRequest(str(running.number), tokens, work_s, prediction.ttft_s, now_s, has_load=has_load))
         self._index.expect(decision.engine, chain, now_s)
         engine.waiting.append(running)
         self._begin(at, now_s)
 
-    def _stored_prefix(self, request: SimulatedRequest, now_s: float) -> Stored | None:
+    def _stored_prefix(self, request: SimulatedRequest, now_s: float) -> StoredPrefix | None:
         if not self._store.blocks_max:
             return None
         count = next((at for at, block in enumerate(request.blocks) if block not in self._stored), len(request.blocks))
         waiting = sum(engine.books.waiting_loads(now_s) for engine in self._engines if not engine.is_lost)
         rate = self._store.link_bytes_per_s / (self._link.load_count + 1) / (1 + waiting)
         whole = min(count, request.prompt_tokens // self._block_tokens)
-        return Stored(whole, self._store.layout, rate, self._store.costs)
+        return StoredPrefix(whole, self._store.layout, rate, self._store.costs)
 
     def _begin(self, at: int, now_s: float) -> None:
         """Let an idle engine with a free place compute the next prompt."""
@@ -334,7 +334,7 @@ class Simulation:
     def _decided_anew(self, request: SimulatedRequest, held: int, stored: int, token_us: float) -> int:
         """The engine holds fewer blocks than it was taken to, and decides itself, at the rate that the link has now."""
         rate = self._store.link_bytes_per_s / (self._link.load_count + 1)
-        offer = Stored(stored, self._store.layout, rate, self._store.costs)
+        offer = StoredPrefix(stored, self._store.layout, rate, self._store.costs)
         state = EngineState("", PrefillCosts(token_us), held_tokens=held * self._block_tokens, stored=offer)
         return predict(request.prompt_tokens, state).load_chunks
 

@@ -29,7 +29,7 @@ from nixl_client.session.retries import Retries
 from objectcache.adapters.breaker import Breaker
 from objectcache.orchestrator.rules.engine_metrics import Published
 from objectcache.orchestrator.rules.openai_requests import TokenIds
-from objectcache.orchestrator.rules.prediction import Stored
+from objectcache.orchestrator.rules.prediction import StoredPrefix
 from objectcache.orchestrator.settings import StoreSettings
 
 KEYS_MAX = 65_536
@@ -86,7 +86,7 @@ class StoreLookups:
         self.count = 0
         self.failure_count = 0
 
-    async def find(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> Stored | None:
+    async def find(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> StoredPrefix | None:
         """The store's answer; None where nothing is known. Prompts for an adapter are not looked up, since the names of
         their chunks depend on the adapter's weights.
         """
@@ -125,7 +125,7 @@ class StoreLookups:
 
     async def _asked(
         self, store: Client, kind: _Kind, published: Published, token_count: int, keys: Sequence[Sequence[str]]
-    ) -> Stored | None:
+    ) -> StoredPrefix | None:
         if kind.breaker.wait_s(time.monotonic()) > 0:
             return None
         self.count += 1
@@ -162,7 +162,9 @@ class StoreLookups:
         """The keys of each rank's chunks. Raises ValueError for what can have no keys."""
         return named_chunks(published, tokens, salt)
 
-    def _look_up(self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
+    def _look_up(
+        self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+    ) -> StoredPrefix:
         """The count of chunks and the rate. Costs of engines decide neither, and are not sent."""
         client, layout = store.in_bucket(published.bucket), published.layout
         request = AdviceRequest(token_count, layout, PrefillCosts(0.0))
@@ -170,7 +172,7 @@ class StoreLookups:
         found = [client.advise(each, request, lease_s, accept=accept) for each in keys]
         count = min(min(matched, len(each)) for each, (matched, _) in zip(keys, found, strict=True))
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / published.deployment.rank_count
-        return Stored(count, layout, rate)
+        return StoredPrefix(count, layout, rate)
 
     def _kind(self, key: LookupKey) -> _Kind:
         """The lookups with this key."""

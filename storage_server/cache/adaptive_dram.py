@@ -18,7 +18,13 @@ from objectcache.adapters.memory_area import Area, PrivateArea
 from objectcache.adapters.threads import in_parts, let_others_run
 from objectcache.kv_codecs.layer import Codec, goes_on
 from storage_server.cache.dram import DramTier
-from storage_server.cache.policies.utility_policy import Decision, Encoding, Use, UtilityPolicy, UtilitySettings
+from storage_server.cache.policies.utility_policy import (
+    ChunkUse,
+    Encoding,
+    TierDecision,
+    UtilityPolicy,
+    UtilitySettings,
+)
 from storage_server.cache.recoding import Recoder
 from storage_server.cache.rules.residency import Key, key_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
@@ -72,18 +78,18 @@ class AdaptiveTier(DramTier):
 
     async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
         known = await self._whole(extents)
-        uses = [Use(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
+        uses = [ChunkUse(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
         decision = await self._in_books(partial(self._utility.request, time.monotonic(), uses, reading))
         await self._evict(decision)
         await self._recode(decision)
         return await self._admit(decision, known)
 
-    async def _evict(self, decision: Decision) -> None:
+    async def _evict(self, decision: TierDecision) -> None:
         for start, keys in in_parts(decision.evicted):
             await let_others_run(start)
             self._residency.evict(keys)
 
-    async def _recode(self, decision: Decision) -> None:
+    async def _recode(self, decision: TierDecision) -> None:
         for key, encoding in decision.recoded.items():
             if self._closed:
                 return
@@ -134,7 +140,7 @@ class AdaptiveTier(DramTier):
         packed = self._view[offset : offset + before.nbytes]
         return await loop.run_in_executor(threads, self.recoder.encode_further, packed, before, reading, codec)
 
-    async def _admit(self, decision: Decision, known: dict[Key, Extent]) -> list[tuple[Extent, int]]:
+    async def _admit(self, decision: TierDecision, known: dict[Key, Extent]) -> list[tuple[Extent, int]]:
         coming: list[tuple[Extent, int]] = []
         refused: list[Key] = []
         for start, part in in_parts(list(decision.admitted.items())):

@@ -19,7 +19,7 @@ from itertools import groupby
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.cache.cache_set import CacheSet, held_of
 from storage_server.cache.former_objects import FormerObjects
-from storage_server.cache.news import Asked, News
+from storage_server.cache.news import AskedPrefix, News
 from storage_server.cache.replacements import Replacements
 from storage_server.cache.replacer import Replacer
 from storage_server.cache.rules.books import Victim
@@ -124,7 +124,7 @@ class Evictor(Watcher):
         cache = self.caches.of(bucket)
         if cache is not None:
             cache.note_read(keys)
-            self.news.note(Asked(bucket, keys, self._now()))
+            self.news.note(AskedPrefix(bucket, keys, self._now()))
 
     def before_lookup(self) -> int:
         """How many batches have left."""
@@ -141,7 +141,7 @@ class Evictor(Watcher):
             return matched
         has_lease = lease_s > 0 and matched > 0
         if (
-            not self.news.note(Asked(bucket, keys, self._now(), matched, lease_s))
+            not self.news.note(AskedPrefix(bucket, keys, self._now(), matched, lease_s))
             and has_lease
             and cache is not self.caches.whole
         ):

@@ -19,7 +19,7 @@ KEY_OBJECT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedPrefix:
     """A prefix that was read, or looked up; in the latter case `matched` of its chunks were there, which are to be kept
     for `lease_s`.
     """
@@ -44,8 +44,8 @@ class News:
     def __init__(self, caches: CacheSet, now: Callable[[], float]) -> None:
         self._caches = caches
         self._now = now
-        self._news: deque[KeyChange | Asked] = deque()
-        self._held: deque[KeyChange | Asked] = deque()
+        self._news: deque[KeyChange | AskedPrefix] = deque()
+        self._held: deque[KeyChange | AskedPrefix] = deque()
         """Those of before `_news` that wait until the books are restored."""
         self._noted_bytes = self._drained_bytes = 0
         self._noted_count = self._drained_count = 0
@@ -73,7 +73,7 @@ class News:
         """A key shows something else."""
         self._news.append(change)
 
-    def note(self, asked: Asked) -> bool:
+    def note(self, asked: AskedPrefix) -> bool:
         """Note what was asked, in order with the changes of keys; where too much that was asked waits it is forgotten.
         Changes do not count: while a restart's objects come back they wait, and lookups must go on.
         """
@@ -98,7 +98,7 @@ class News:
             if not self.is_restored and (isinstance(noted, KeyChange) or noted.matched is None):
                 self._held.append(noted)
                 continue
-            if isinstance(noted, Asked):
+            if isinstance(noted, AskedPrefix):
                 self._drained_bytes += noted.nbytes
                 self._drained_count += 1
             cache = self._caches.of(noted.bucket)
@@ -121,9 +121,11 @@ class News:
         """The victims that nobody has got a lease of since they were chosen, nor has used since a restart, as far as
         that waits to be noted. The others stay. Runs in the thread.
         """
-        asked = [each for each in self._held if isinstance(each, Asked)]  # the books chose without these
+        asked = [each for each in self._held if isinstance(each, AskedPrefix)]  # the books chose without these
         asked += [
-            each for each in tuple(self._news) if isinstance(each, Asked) and (each.lease_s > 0 or not self.is_restored)
+            each
+            for each in tuple(self._news)
+            if isinstance(each, AskedPrefix) and (each.lease_s > 0 or not self.is_restored)
         ]
         names = {(victim.bucket, victim.key) for victim in victims}
         wanted = {

@@ -1,6 +1,6 @@
 """The link on a running server: a thin shell around LinkSchedule, which adds the clock and the waiting.
 
-Every delivery holds a `Place`. The link lets the payloads of a place go, that is, be sent, one by one. Only a few of
+Every delivery holds a `LinkPlace`. The link lets the payloads of a place go, that is, be sent, one by one. Only a few of
 them may be on their way to the transport at once, so that a client that stops reading stops using the link.
 """
 
@@ -29,7 +29,7 @@ WAKE_S_MIN = 0.001
 """No timer is set finer than this; a payload that therefore goes late is made up for."""
 
 
-class Place:
+class LinkPlace:
     """One delivery on the link. The pipeline calls `wait_to_gather`, `wait_to_send`, `note_sent` for each payload, in
     order; payloads are counted from 0. Without a flow the link is not limited, and nothing waits.
     """
@@ -124,9 +124,9 @@ class Link:
     def __init__(self, settings: SchedulerSettings, early_max: int) -> None:
         self.settings = settings
         self._early_left = early_max
-        self._wants_early: dict[Place, None] = {}
+        self._wants_early: dict[LinkPlace, None] = {}
         self._schedule = _schedule(settings)
-        self._places: dict[Flow, Place] = {}
+        self._places: dict[Flow, LinkPlace] = {}
         self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
@@ -142,13 +142,13 @@ class Link:
         return self._early_left
 
     @asynccontextmanager
-    async def place(self, access_key: str, plan: DeliveryPlan, compute_s: float | None) -> AsyncIterator[Place]:
+    async def place(self, access_key: str, plan: DeliveryPlan, compute_s: float | None) -> AsyncIterator[LinkPlace]:
         """Hold a place for a delivery. Its client computes each layer in `compute_s`; None when unknown.
 
         Raises ServerError(SlowDown) when too many bytes wait for the link already.
         """
         if self._schedule is None:
-            yield Place(self, None)
+            yield LinkPlace(self, None)
             return
         now = time.monotonic()
         layer_bytes = -(-plan.delivery_bytes // plan.group_count)  # the mean: layers may differ in size
@@ -163,7 +163,7 @@ class Link:
             now,
             is_chunkwise=plan.mode is Mode.CHUNK_MAJOR,
         )
-        place = Place(self, flow)
+        place = LinkPlace(self, flow)
         self._places[flow] = place
         try:
             self._change(lambda schedule: schedule.join(flow, now))
@@ -179,7 +179,7 @@ class Link:
         """The transport has taken a payload of the flow."""
         self._change(lambda schedule: schedule.note_sent(flow, time.monotonic()))
 
-    def take_early(self, place: Place) -> bool:
+    def take_early(self, place: LinkPlace) -> bool:
         """Whether one more payload may be gathered before its turn. If not, the place is woken when it
         may ask again.
         """

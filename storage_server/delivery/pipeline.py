@@ -32,11 +32,11 @@ from storage_server.delivery.downlinks import Downlinks, Pace
 from storage_server.delivery.gather.coming import Coming, with_landed
 from storage_server.delivery.gather.passing import DELIVERIES_MAX, NOTHING, Brought, Passing
 from storage_server.delivery.gather.read import gather
-from storage_server.delivery.link import Link, Place
+from storage_server.delivery.link import Link, LinkPlace
 from storage_server.delivery.meter import DONE, DeliveryMeter
 from storage_server.delivery.progress import Deliveries, Progress
 from storage_server.delivery.rules.error_budget import ErrorLimits
-from storage_server.delivery.scheduler.admission import Admission
+from storage_server.delivery.scheduler.admission import DeliveryAdmission
 from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
@@ -47,8 +47,8 @@ from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Reading, Takes, reading_of
 from storage_server.planning.plan import (
     DeliveryPlan,
-    Landing,
     Payload,
+    TargetWithGaps,
     plan_delivery,
     plan_encoded,
     plan_portion,
@@ -130,7 +130,7 @@ def _plan(
     portion: Portion | None,
     forms: LayerForms | None,
     payload_bytes_max: int,
-    landing: Landing,
+    landing: TargetWithGaps,
 ) -> DeliveryPlan:
     if forms is not None and not forms.is_exact:
         return plan_encoded(mode, layout, forms.layer_bytes, payload_bytes_max, landing)
@@ -169,7 +169,7 @@ class Pipeline:
         self._settings = settings
         self._source = source
         self._dram = dram
-        self._admission = Admission(settings.deliveries_max)
+        self._admission = DeliveryAdmission(settings.deliveries_max)
         problem = "too many deliveries of chunks that find no room in the cache are under way"
         self._passing_room = SharedRoom(DELIVERIES_MAX, DELIVERIES_MAX // 2, problem)
         self._turns = CallerTurns(1)
@@ -306,7 +306,7 @@ class Pipeline:
         delivery: _Delivery,
         plan: DeliveryPlan,
         table: SourceTable,
-        place: Place,
+        place: LinkPlace,
         arrivals: _Arrivals,
         note_damage: Callable[[int], None],
     ) -> DeliveryOutcome:
@@ -340,7 +340,7 @@ class Pipeline:
         plan: DeliveryPlan,
         table: SourceTable,
         transfer: Transfer,
-        place: Place,
+        place: LinkPlace,
         arrivals: _Arrivals,
     ) -> None:
         """Gather later payloads while payload n is sent: a task of its own starts gathers ahead of the sender."""

@@ -53,7 +53,7 @@ from storage_server.home.rules.lifecycle import lifecycle_document, lifecycle_ru
 from storage_server.home.rules.merged_list import AFTER_PREFIX
 from storage_server.home.rules.proof import HEADER, Proof, parse_proof
 from storage_server.home.rules.refusals import unreachable
-from storage_server.home.s3.connection import Answer, Upstream
+from storage_server.home.s3.connection import ServiceAnswer, Upstream
 from storage_server.home.service import HomeHead, Sent
 from storage_server.kernel.objects import check_size
 from storage_server.kernel.rules.body_hashes import BodyHashes
@@ -307,7 +307,9 @@ class UpstreamObjects:
         return self._upstream.open(method, request.bucket, request.key, read_headers(request), query)
 
     @asynccontextmanager
-    async def _opened(self, request: ReadRequest, *, with_tags: bool = True) -> AsyncIterator[tuple[Answer, ReadHead]]:
+    async def _opened(
+        self, request: ReadRequest, *, with_tags: bool = True
+    ) -> AsyncIterator[tuple[ServiceAnswer, ReadHead]]:
         async with self._asked("GET", request) as answer:
             head = await self._checked(request, answer.status, answer.headers, is_sure=False, with_tags=with_tags)
             yield answer, head
@@ -426,7 +428,7 @@ def _tags_in(found: dict[str, Any]) -> dict[str, str]:
     return tags
 
 
-async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:
+async def pieces_of(answer: ServiceAnswer, window_s: float) -> AsyncIterator[Piece]:
     """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off, or sends fewer bytes than
     `LeastRate` wants while somebody waits for them.
     """

@@ -17,7 +17,7 @@ from storage_server.kernel.reads import Reads
 from storage_server.planning.extent import Extent, MissingFileError
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
-from storage_server.planning.source import Outcome, RowFailure
+from storage_server.planning.source import RowFailure, RowOutcome
 
 
 class EmbeddedChunks:
@@ -75,7 +75,7 @@ class EmbeddedChunks:
             raise disk_error(error, "reading a chunk") from error
         except MissingFileError as error:
             index = int(np.argmax(rows[:, Row.SOURCE] == table.files.index(error.file_id)))
-            return RowFailure(index, 0, Outcome.CORRUPT)
+            return RowFailure(index, 0, RowOutcome.CORRUPT)
 
     def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         """Read and prove bytes of the extent from its file."""
@@ -104,6 +104,6 @@ def _row_failure(failure: tuple[int, int, int, int] | tuple[()]) -> RowFailure |
     if not failure:
         return None
     row_index, failed_at, outcome, error_number = failure
-    if outcome == Outcome.FAILED and error_number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+    if outcome == RowOutcome.FAILED and error_number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         raise disk_error(OSError(error_number, os.strerror(error_number)), "reading a chunk")
-    return RowFailure(row_index, failed_at, Outcome(outcome), error_number)
+    return RowFailure(row_index, failed_at, RowOutcome(outcome), error_number)

@@ -20,7 +20,7 @@ SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class ReadUnderWay:
     """One read under way: whose it is, the extents that it keeps readable, when it began, and the task that carries it
     out.
     """
@@ -31,11 +31,11 @@ class Reading:
     task: asyncio.Task[object] | None
 
 
-def to_end(withheld: Iterable[tuple[Reading, int]], share_bytes: float, now_s: float) -> list[Reading]:
+def to_end(withheld: Iterable[tuple[ReadUnderWay, int]], share_bytes: float, now_s: float) -> list[ReadUnderWay]:
     """The reads that must end, given each with the bytes that it withholds: of each key whose reads withhold more than
     its share the longest ones, until they do not. A read that withholds nothing gives no room, and goes on.
     """
-    found: list[Reading] = []
+    found: list[ReadUnderWay] = []
     ordered = sorted(((each, nbytes) for each, nbytes in withheld if nbytes), key=lambda each: each[0].began_s)
     kept = Counter[str]()
     for each, nbytes in ordered:
@@ -62,8 +62,8 @@ class SlowReaders:
         self._limit_bytes = limit_bytes
         self._lacks_room = lacks_room
         self._withheld_bytes = withheld_bytes
-        self._readings: set[Reading] = set()
-        self._ended: set[Reading] = set()
+        self._readings: set[ReadUnderWay] = set()
+        self._ended: set[ReadUnderWay] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
         self.ended_count = 0
@@ -76,7 +76,7 @@ class SlowReaders:
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         cancelled_before = 0 if task is None else task.cancelling()
-        each = Reading(access_key, extents, loop.time(), task)
+        each = ReadUnderWay(access_key, extents, loop.time(), task)
         self._readings.add(each)
         if self._timer is None and self._looking is None:
             self._timer = loop.call_later(SLOW_S, self._look, loop)
@@ -105,7 +105,7 @@ class SlowReaders:
                 return True
         return False
 
-    def _withheld(self, readings: Sequence[Reading]) -> list[tuple[Reading, int]]:
+    def _withheld(self, readings: Sequence[ReadUnderWay]) -> list[tuple[ReadUnderWay, int]]:
         return [(each, self._withheld_bytes(each.extents)) for each in readings]
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:

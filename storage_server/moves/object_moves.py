@@ -16,8 +16,8 @@ from descriptors.rdma_token import bad_token, declined
 from descriptors.storage_api import ChunkPut, ChunksPut, ObjectDelivery, ObjectStored
 from objectcache.adapters.threads import finished, to_end
 from storage_server.agents.requests import ActiveRequest
-from storage_server.delivery.gather.staging import StagingPool, Window
-from storage_server.delivery.scheduler.admission import Admission
+from storage_server.delivery.gather.staging import SlotWindow, StagingPool
+from storage_server.delivery.scheduler.admission import DeliveryAdmission
 from storage_server.delivery.transport.one_sided import OneSided
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel.data.bodies import AT_ONCE_BYTES_MAX, corrupt_is_internal
@@ -47,7 +47,7 @@ class ObjectMoves:
         self._store = store
         self._staging = staging
         self._buffer = BufferStaging(whole)
-        self._admission = Admission(settings.deliveries_max)
+        self._admission = DeliveryAdmission(settings.deliveries_max)
         self._io = IoThreads(settings.gather_threads)
 
     @property
@@ -165,7 +165,7 @@ class ObjectMoves:
         self,
         access_key: str,
         one_sided: OneSided,
-        window: Window,
+        window: SlotWindow,
         bucket: str,
         descriptor: Descriptor,
         mode: Mode,
@@ -202,7 +202,7 @@ class ObjectMoves:
             return ChunkPut(key, None, ErrorCode.INTERNAL_ERROR, "the chunk could not be stored")
         return ChunkPut(key, info.etag)
 
-    def _ahead(self, access_key: str) -> Window:
+    def _ahead(self, access_key: str) -> SlotWindow:
         return self._staging.window(access_key, min(SLOTS_AHEAD_MAX, self._window_slots))
 
     async def _read(self, extents: Sequence[Extent], start: int, view: memoryview) -> None:

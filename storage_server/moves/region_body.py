@@ -13,7 +13,7 @@ from descriptors.errors import ObjectCacheError
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from objectcache.adapters.threads import finished, to_end
-from storage_server.delivery.gather.staging import Slot, Window
+from storage_server.delivery.gather.staging import Slot, SlotWindow
 from storage_server.delivery.transport.one_sided import OneSided
 from storage_server.planning.put_plan import SpansOf
 
@@ -26,7 +26,7 @@ class RegionBody:
     def __init__(
         self,
         one_sided: OneSided,
-        window: Window,
+        window: SlotWindow,
         slot_bytes: int,
         nbytes: int,
         spans_of: SpansOf,

@@ -358,7 +358,7 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class TargetWithGaps:
     """How a destination takes slices that do not fill the target without gaps, because other servers bring the rest, or
     because slices are shorter than their places. With `is_packed` they lie one after the other in the target, without
     gaps; otherwise each lies at its place, and with `is_scattered` one payload may hold slices that lie apart, which
@@ -371,7 +371,7 @@ class Landing:
 
 
 def plan_portion(
-    mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int, landing: Landing
+    mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int, landing: TargetWithGaps
 ) -> DeliveryPlan:
     """The plan for some of the chunks of a delivery, whose other chunks come from other servers. In chunk-major mode,
     which has one group only, `portion.first_layer` does not count.
@@ -400,7 +400,7 @@ def plan_portion(
 
 
 def plan_encoded(
-    mode: Mode, layout: ChunkLayout, layer_bytes: Numbers, payload_bytes_max: int, landing: Landing
+    mode: Mode, layout: ChunkLayout, layer_bytes: Numbers, payload_bytes_max: int, landing: TargetWithGaps
 ) -> DeliveryPlan:
     """The plan for chunks of which some are encoded: a layer of chunk i takes `layer_bytes[i]` <= S, and its object has
     layer after layer. The place of a slice in the target is that of the exact one.

@@ -17,7 +17,7 @@ from storage_server.planning.forms import Takes
 from storage_server.planning.rows import Rows, SourceTable
 
 
-class Outcome(IntEnum):
+class RowOutcome(IntEnum):
     """Why a row failed, as adapters/native.c numbers it."""
 
     CORRUPT = 1
@@ -33,7 +33,7 @@ class RowFailure:
 
     row_index: int
     failed_at: int
-    outcome: Outcome
+    outcome: RowOutcome
     error_number: int = 0
 
 

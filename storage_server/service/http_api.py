@@ -19,7 +19,7 @@ from descriptors.cluster import VIEW_HEADER
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, PeerSecrets, check_call
-from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
+from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, CallForm, PeerCall
 from descriptors.storage_api import DeliveryStart, Moved, StorageApi
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase, ServerTiming
 from objectcache.adapters.caller import CALLER
@@ -80,10 +80,10 @@ class StorageHttp:
         self._secrets = secrets
         self._require_current = require_current
         self._answers = {
-            Form.VALUES: self._values,
-            Form.BODY: self._body,
-            Form.READ: self._read,
-            Form.SINK: self._deliver,
+            CallForm.VALUES: self._values,
+            CallForm.BODY: self._body,
+            CallForm.READ: self._read,
+            CallForm.SINK: self._deliver,
         }
 
     def server(self) -> LimitedServer:
@@ -204,11 +204,11 @@ async def _arguments(call: PeerCall, fields: dict[str, Any], http: web.BaseReque
     parsed for a third of a second. Raises CallerError: EntityTooLarge, AccessDenied when the body has another hash than
     the gateway signed, and what parsers raise.
     """
-    body = await _body_of(http) if http.can_read_body or call.form is Form.SINK else b""
+    body = await _body_of(http) if http.can_read_body or call.form is CallForm.SINK else b""
     vouched = http[_BODY_SHA256]
 
     def decoded() -> dict[str, Any]:
-        if (body or call.form is Form.SINK) and hashlib.sha256(body).hexdigest() != vouched:
+        if (body or call.form is CallForm.SINK) and hashlib.sha256(body).hexdigest() != vouched:
             raise CallerError(ErrorCode.ACCESS_DENIED, "the body is not the one that was signed", field=AUTH_HEADER)
         if call.document is None and body:
             return call.decode(json.loads(body), b"")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, Kind, Metric
+from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, Metric, MetricKind
 from tests.support.tree import repository
 
 EVERY = (*GATEWAY, *CLUSTER, *STORAGE, *ORCHESTRATOR)
@@ -32,8 +32,8 @@ def test_names_say_subsystem_and_unit(metric: Metric) -> None:
     name = metric.name.removesuffix("_total")
     assert re.fullmatch(r"objectcache_[a-z]+(_[a-z]+)+", name)
     assert name.endswith(UNITS)
-    assert metric.name.endswith("_total") is (metric.kind is Kind.COUNTER)
-    assert bool(metric.buckets) is (metric.kind is Kind.HISTOGRAM)
+    assert metric.name.endswith("_total") is (metric.kind is MetricKind.COUNTER)
+    assert bool(metric.buckets) is (metric.kind is MetricKind.HISTOGRAM)
     assert metric.buckets == tuple(sorted(metric.buckets))
     assert metric.meaning.endswith(".")
 

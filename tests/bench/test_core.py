@@ -16,7 +16,7 @@ from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
 from bench.core.options import ascending, each, filled, number, some_of
 from bench.core.rounds import Side, Target, interval
-from objectcache.calibration.samples import Turns, interleaved
+from objectcache.calibration.samples import RoundTurns, interleaved
 from objectcache.calibration.text import aligned
 
 
@@ -128,13 +128,13 @@ def test_limits_are_on_the_side_they_are_meant_for() -> None:
 
 def test_rounds_take_turns() -> None:
     """Nobody always comes first, and rounds before the first do not count."""
-    orders = {turns: ["".join(turns.ordered("abc", index)) for index in range(3)] for turns in Turns}
+    orders = {turns: ["".join(turns.ordered("abc", index)) for index in range(3)] for turns in RoundTurns}
     assert orders == {
-        Turns.SAME: ["abc"] * 3,
-        Turns.ALTERNATING: ["cba", "abc", "cba"],
-        Turns.ROTATING: ["abc", "bca", "cab"],
+        RoundTurns.SAME: ["abc"] * 3,
+        RoundTurns.ALTERNATING: ["cba", "abc", "cba"],
+        RoundTurns.ROTATING: ["abc", "bca", "cab"],
     }
-    assert list(interleaved("ab", 1, "", turns=Turns.ROTATING)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a")]
+    assert list(interleaved("ab", 1, "", turns=RoundTurns.ROTATING)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
 def test_columns_are_as_wide_as_what_is_in_them() -> None:

@@ -47,7 +47,7 @@ from bench.experiments.engine.ways import (
     engine_options,
     transfer_config,
 )
-from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
 from objectcache.calibration.servers import LocalServer
 
 CASE = Case(16384, 0.875)
@@ -174,7 +174,7 @@ class TestWays:
         """A name it does not know would stop the engine."""
         deliveries = []
         for way in (Way.LAYERWISE, Way.CHUNKWISE):
-            options = Options.of(transfer(way, tmp_path)["kv_connector_extra_config"])
+            options = VllmOptions.of(transfer(way, tmp_path)["kv_connector_extra_config"])
             assert options.staging_bytes >= settings().payload_bytes
             assert options.chunk_tokens == 64
             assert options.load is LoadPolicy.ALL
@@ -183,7 +183,7 @@ class TestWays:
 
     def test_what_is_advised_is_the_connector_as_it_comes(self, tmp_path: Path) -> None:
         extra = transfer(Way.ADVISED, tmp_path)["kv_connector_extra_config"]
-        assert Options.of(extra).load is LoadPolicy.ADVISED
+        assert VllmOptions.of(extra).load is LoadPolicy.ADVISED
 
     def test_only_ways_that_load_have_a_connector(self, tmp_path: Path) -> None:
         assert [way for way in Way if transfer(way, tmp_path) is None] == [Way.RECOMPUTE, Way.OWN_BLOCKS]

@@ -40,7 +40,7 @@ from bench.experiments.scheduler.simulation import (
 from bench.paper.tables import NUM_LAYERS, PaperPolicy, workload
 from descriptors.units import MIB, bytes_per_s_from_gbps
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.flow import LinkTenant
 from storage_server.delivery.scheduler.policies import allocate
 
 FLUID_MS = {"A": (1204, 481), "B": (3499, 1740), "C": (9565, 7726)}
@@ -65,7 +65,7 @@ def run_batch(batch: Load, which: Variant, payload_bytes_max: int | None = PAYLO
 
 def request(came_s: float = 0.0) -> SimulatedRequest:
     """Two layers; 100 bytes a second are enough for it not to stall after the first."""
-    return SimulatedRequest(came_s, 100, 2, 1.0, 1.0, Tenant("t"))
+    return SimulatedRequest(came_s, 100, 2, 1.0, 1.0, LinkTenant("t"))
 
 
 def fluid_stall_s(layer_bytes: float, rate: float, compute_s: float) -> float:

@@ -18,7 +18,7 @@ from bench.experiments.engine.bed import Bed
 from bench.experiments.engine.paced import LIE, Condition, Ttfts, factors, judged, link_bytes_per_s, measure_stated
 from bench.experiments.engine.run import result_of, show
 from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, transfer_config
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.transports.transport import Transport
 from objectcache.calibration.servers import LocalServer
 from objectcache.cli.config import Config
@@ -85,7 +85,7 @@ def test_the_engines_load_all_and_store_nothing(tmp_path: Path) -> None:
     """If an engine stored part of its prompt, the next condition would find a longer prefix."""
     transfer = transfer_config(Way.STATED, settings(), "http://127.0.0.1:1", tmp_path)
     assert transfer is not None
-    options = Options.of(cast("Mapping[str, object]", transfer["kv_connector_extra_config"]))
+    options = VllmOptions.of(cast("Mapping[str, object]", transfer["kv_connector_extra_config"]))
     assert (options.store, options.load.value, options.delivery.value) == (False, "all", "layer-major")
     assert transfer["kv_connector_module_path"] == "bench.experiments.engine.connectors"
 

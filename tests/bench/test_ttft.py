@@ -44,7 +44,7 @@ from bench.experiments.ttft.show import show
 from descriptors.ttft import ttft_layerwise_s
 from descriptors.units import bytes_per_s_from_gbps
 from nixl_client.client import Client
-from nixl_client.session.signed_http import Answer
+from nixl_client.session.signed_http import SignedAnswer
 from objectcache.calibration import servers as ttft_link
 from objectcache.calibration.content import STAMP_BYTES, VerificationError
 from objectcache.calibration.knee import Sample, Side, falling_curve, find_knee, without_first_layer
@@ -493,10 +493,10 @@ def make_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *seen: float | No
     """A link whose server says these rates, one after the other, and then the last one; and the signals it was sent."""
     answers, signals = list(seen), []
 
-    def request(method: str, path: str) -> Answer:
+    def request(method: str, path: str) -> SignedAnswer:
         assert (method, path) == ("GET", "/_objectcache/scheduler")
         rate = answers.pop(0) if len(answers) > 1 else answers[0]
-        return Answer({}, json.dumps({"link_bytes_per_s": rate}).encode())
+        return SignedAnswer({}, json.dumps({"link_bytes_per_s": rate}).encode())
 
     monkeypatch.setattr(ttft_link.os, "kill", lambda pid, number: signals.append(number))
     client = SimpleNamespace(http=SimpleNamespace(request=request))

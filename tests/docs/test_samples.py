@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.options import LMCacheOptions
 from objectcache.cli.config import load_config
 from objectcache.cli.main import make_parser
 from tests.support.tree import repository
@@ -76,7 +76,7 @@ def test_a_configuration_loads(tmp_path: Path, text: str) -> None:
 def test_lmcache_takes_these_options(text: str) -> None:
     found = json.loads(text)
     if "endpoint" in found:
-        assert Options.of(found).endpoint == found["endpoint"]
+        assert LMCacheOptions.of(found).endpoint == found["endpoint"]
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
@@ -89,7 +89,7 @@ def test_a_file_of_lmcache_or_prometheus_is_one(text: str) -> None:
     if given:
         source = Path(importlib.import_module(given.pop("module_path")).__file__ or "").read_text()
         assert f'"{given.pop("class_name")}"' in source  # it is imported where LMCache is
-        assert Options.of(given).bucket == "kv-cache"
+        assert LMCacheOptions.of(given).bucket == "kv-cache"
 
 
 @pytest.mark.slow

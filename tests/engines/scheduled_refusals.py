@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from nixl_client.connectors.vllm import engine as engine_module
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from tests.engines.messages import Json
 from tests.engines.scheduled import PREFIX, Facts, scheduled
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
@@ -91,5 +91,5 @@ def _namespace(folder: Path, name: str, rope: dict[str, Json], max_model_len: in
     arguments: dict[str, Json] = {"max_model_len": max_model_len, "hf_overrides": {"rope_parameters": rope}}
     config = engine_config(folder, Setup(arguments=arguments))
     group = cache_config(config).kv_cache_groups[0]
-    options = Options("http://127.0.0.1:9", "b", model=name)
+    options = VllmOptions("http://127.0.0.1:9", "b", model=name)
     return engine_module.deployment(config, group, options).namespace(0, "", "").text()

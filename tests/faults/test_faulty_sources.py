@@ -15,7 +15,7 @@ from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, Se
 from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
-from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.signed_http import SignedAnswer, SignedHttp
 from storage_server.planning.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
@@ -115,7 +115,7 @@ def test_layers_before_a_failed_one_count_though_their_notices_come_after_the_an
         has_failed.wait(WAIT_S)
         on_notice(fetch, notice)
 
-    def request_once(http: SignedHttp, *asked: Any, **how: Any) -> Answer:
+    def request_once(http: SignedHttp, *asked: Any, **how: Any) -> SignedAnswer:
         try:
             return answered(http, *asked, **how)
         except ChunkUnavailable:

@@ -16,7 +16,7 @@ from descriptors.errors import ObjectCacheError
 from objectcache.adapters import pieces
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import Connection, LimitedServer
-from objectcache.adapters.pieces import ANSWERS_MAX, PIECE_BYTES, Turns, careful
+from objectcache.adapters.pieces import ANSWERS_MAX, PIECE_BYTES, ParsingTurns, careful
 from tests.support.waiting import until
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -96,7 +96,7 @@ async def test_connections_take_turns_and_others_run_between_them(monkeypatch: p
 
     monkeypatch.setattr(pieces.time, "perf_counter", iter(range(1000)).__next__)
     monkeypatch.setattr(pieces, "TURN_S", 1.5)  # seconds of that clock: one piece for each turn of the loop
-    turns = Turns()
+    turns = ParsingTurns()
     for asking in (Asking("a", 3), Asking("b", 1), Asking("c", 2)):
         turns.add(asking)  # type: ignore[arg-type]
     assert not turns.has_time()
@@ -206,7 +206,7 @@ async def test_a_connection_that_fails_keeps_no_other_from_its_turn(caplog: pyte
             seen.set()
             return False
 
-    turns = Turns()
+    turns = ParsingTurns()
     for asking in (Failing(), Asking()):
         turns.add(asking)  # type: ignore[arg-type]
     await seen.wait()

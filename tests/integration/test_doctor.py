@@ -22,7 +22,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import PutRequest, ReadRequest
 from objectcache.cli import doctor, doctor_client, doctor_devices
 from objectcache.cli.doctor import PROBE_BYTES, upstream_findings
-from objectcache.cli.doctor_findings import Finding, State, described
+from objectcache.cli.doctor_findings import Finding, FindingState, described
 from storage_server.settings import RemoteDramSettings, UpstreamSettings
 from tests.support.foreign_services import moto_service
 from tests.support.requests import OWNER, s3_client
@@ -31,7 +31,9 @@ from tests.support.tree import repository
 
 
 def test_what_to_do_stands_below_what_was_found() -> None:
-    text = described([Finding("a", State.GOOD, "there"), Finding("long", State.PROBLEM, "not there", "change it")])
+    text = described(
+        [Finding("a", FindingState.GOOD, "there"), Finding("long", FindingState.PROBLEM, "not there", "change it")]
+    )
     assert text.splitlines() == ["good     a     there", "problem  long  not there", "               -> change it"]
 
 
@@ -56,19 +58,19 @@ def test_networks_that_are_up_have_their_speed(tmp_path: Path) -> None:
         )
     found = [(each.what, each.found) for each in doctor_devices.networks(tmp_path)]
     assert found == [("network eth0", "100 Gbps"), ("network eth1", "speed not told")]
-    assert doctor_devices.networks(tmp_path / "none")[0].state is State.MISSING
+    assert doctor_devices.networks(tmp_path / "none")[0].state is FindingState.MISSING
 
 
 def test_a_gpu_is_told_by_its_drivers_files_where_there_is_no_nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_devices, "ASK_GPUS", ("no-such-command",))
-    assert doctor_devices.gpu(tmp_path) == Finding("GPU", State.MISSING, "none")
+    assert doctor_devices.gpu(tmp_path) == Finding("GPU", FindingState.MISSING, "none")
     card = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n"
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\nGCC version: 12\n"
     written(tmp_path / "driver/nvidia", {"gpus/0000:01:00.0/information": card, "version": version})
     told = "NVIDIA H100 80GB HBM3; driver NVIDIA UNIX x86_64 Kernel Module  535.183.01"
-    assert doctor_devices.gpu(tmp_path) == Finding("GPU", State.GOOD, told)
+    assert doctor_devices.gpu(tmp_path) == Finding("GPU", FindingState.GOOD, told)
     says = ("printf", "A100, 550.1\\nA100, 550.1\\n")
     monkeypatch.setattr(doctor_devices, "ASK_GPUS", says)
     assert doctor_devices.gpu(tmp_path).found == "A100, A100; driver 550.1"
@@ -78,9 +80,9 @@ def test_a_gpu_is_told_by_its_drivers_files_where_there_is_no_nvidia_smi(
 def test_the_master_of_remote_dram_is_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         settings = RemoteDramSettings(f"mooncake://127.0.0.1:{bound.getsockname()[1]}")
-        assert doctor_devices.remote_dram_findings(settings)[-1].state is State.GOOD
+        assert doctor_devices.remote_dram_findings(settings)[-1].state is FindingState.GOOD
     gone = doctor_devices.remote_dram_findings(settings)[-1]
-    assert (gone.what, gone.state) == ("mooncake master", State.PROBLEM)
+    assert (gone.what, gone.state) == ("mooncake master", FindingState.PROBLEM)
 
 
 def doctored(*arguments: str, account: tuple[str, str] = OWNER) -> tuple[int, dict[str, Any]]:
@@ -192,10 +194,10 @@ async def test_what_it_lacks_is_said(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(doctor, "UpstreamObjects", Careless)
     findings = await upstream_findings(UpstreamSettings("http://127.0.0.1:1", *OWNER), "probed")
     found = {each.what: each for each in findings}
-    assert found["upstream trailers"].state is State.MISSING
+    assert found["upstream trailers"].state is FindingState.MISSING
     said = "If-None-Match: * is ignored on writes; If-Match is ignored on writes"
     assert found["upstream conditions"].found == said
-    assert found["upstream bandwidth"].state is State.PROBLEM
+    assert found["upstream bandwidth"].state is FindingState.PROBLEM
     assert "could not be deleted" in capsys.readouterr().err
 
 
@@ -205,14 +207,14 @@ def test_a_shared_directory_is_tried(tmp_path: Path) -> None:
 
     tmp_path.chmod(0o700)
     found = {each.what: each for each in findings(tmp_path)}
-    assert found["shared directory"].state is State.GOOD
-    assert found["shared bandwidth"].state is State.GOOD
+    assert found["shared directory"].state is FindingState.GOOD
+    assert found["shared bandwidth"].state is FindingState.GOOD
     assert list(tmp_path.iterdir()) == []
     tmp_path.chmod(0o777)
     open_to_all = findings(tmp_path)[0]
-    assert (open_to_all.state, "chmod" in open_to_all.advice) == (State.PROBLEM, True)
+    assert (open_to_all.state, "chmod" in open_to_all.advice) == (FindingState.PROBLEM, True)
     (gone,) = findings(tmp_path / "gone")
-    assert (gone.state, "mounted" in gone.advice) == (State.PROBLEM, True)
+    assert (gone.state, "mounted" in gone.advice) == (FindingState.PROBLEM, True)
 
 
 def doctored_there(*words: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -263,7 +265,7 @@ class TestAServerAsItsClientsFindIt:
 
 
 def test_a_clock_that_is_wrong_is_told() -> None:
-    assert doctor_client.clock("Thu, 01 Jan 2026 00:00:00 GMT", 1767225600.5).state is State.GOOD
+    assert doctor_client.clock("Thu, 01 Jan 2026 00:00:00 GMT", 1767225600.5).state is FindingState.GOOD
     late = doctor_client.clock("Thu, 01 Jan 2026 00:10:00 GMT", 1767225600.0)
-    assert (late.state, late.found) == (State.PROBLEM, "600 s behind the server's")
-    assert doctor_client.clock("soon", 0.0).state is State.MISSING
+    assert (late.state, late.found) == (FindingState.PROBLEM, "600 s behind the server's")
+    assert doctor_client.clock("soon", 0.0).state is FindingState.MISSING

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from descriptors.cluster import Member, View
-from objectcache.adapters.etcd import Change, CompactedError, Etcd, EtcdError, Found
+from objectcache.adapters.etcd import CompactedError, Etcd, EtcdChange, EtcdError, EtcdRange
 from objectcache.adapters.etcd_membership import EtcdMembership
 from objectcache.adapters.membership import MembershipError
 from tests.support.certificates import certificate
@@ -138,16 +138,16 @@ class SilentWatch(Etcd):
 
     reads_fail = False
 
-    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[EtcdChange]]:
         await asyncio.Event().wait()
         yield []
 
-    async def range(self, prefix: str) -> Found:
+    async def range(self, prefix: str) -> EtcdRange:
         if SilentWatch.reads_fail:
             raise EtcdError("played")
         return await super().range(prefix)
 
-    async def latest(self, prefix: str, before: Found) -> Found:
+    async def latest(self, prefix: str, before: EtcdRange) -> EtcdRange:
         if SilentWatch.reads_fail:
             raise EtcdError("played")
         return await super().latest(prefix, before)

@@ -20,7 +20,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.client import Client, Transport
-from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.signed_http import SignedAnswer, SignedHttp
 from nixl_client.transports.shared_memory import allocate
 from objectcache.adapters.nixl_agent import NixlFailure
 from storage_server.delivery.transport.flight import Flight
@@ -281,9 +281,9 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, m
         counted.append(nbytes)
         ended(flight, nbytes, failure)
 
-    replies: list[Answer] = []
+    replies: list[SignedAnswer] = []
 
-    def recording(http: SignedHttp, *arguments: Any, **named: Any) -> Answer:
+    def recording(http: SignedHttp, *arguments: Any, **named: Any) -> SignedAnswer:
         answer = send(http, *arguments, **named)
         if "layerwise" in str(arguments):
             replies.append(answer)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nixl_client.connectors.lmcache.chunks import ChunkSize
-from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.options import LMCacheOptions
 from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore, Loaded
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.lossy import Lossy
@@ -45,15 +45,15 @@ def equal(left: Sequence[memoryview], right: Sequence[memoryview]) -> bool:
 
 
 @pytest.fixture
-def options(local: LocalStack, transport: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+def options(local: LocalStack, transport: str, monkeypatch: pytest.MonkeyPatch) -> LMCacheOptions:
     """The options of a store with room for three chunks in a request."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
-    return Options(local.url, "chunks", Transport(transport), staging_bytes=3 * CHUNK_BYTES, retry_s=0.0)
+    return LMCacheOptions(local.url, "chunks", Transport(transport), staging_bytes=3 * CHUNK_BYTES, retry_s=0.0)
 
 
 @pytest.fixture
-def chunks(options: Options) -> Iterator[ChunkStore]:
+def chunks(options: LMCacheOptions) -> Iterator[ChunkStore]:
     store = ChunkStore(options)
     yield store
     store.close()
@@ -72,7 +72,7 @@ def test_batch_is_fetched_in_as_few_requests_as_fit(chunks: ChunkStore) -> None:
 
 @pytest.mark.parametrize("transport", ["http"])
 def test_lookups_say_what_is_worth_loading_where_the_costs_of_computing_are_known(
-    chunks: ChunkStore, options: Options
+    chunks: ChunkStore, options: LMCacheOptions
 ) -> None:
     """The server of these tests paces nothing: everything is, for a model that takes any time to compute."""
     chunks.put(KEYS, content())
@@ -103,7 +103,9 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
         tmp_path, ucx=ucx_for(transport), dram_bytes=4 * 8192 + 4096, theta_bytes=0, compression=settings
     ) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
-        made = ChunkStore(Options(running.url, "chunks", Transport(transport), lossy=lossy, content_class="chat"))
+        made = ChunkStore(
+            LMCacheOptions(running.url, "chunks", Transport(transport), lossy=lossy, content_class="chat")
+        )
         assert made.put(KEYS[:4], [memoryview(chunk) for chunk in exact])
         buffers = [memoryview(bytearray(shape.nbytes)) for _ in range(4)]
 
@@ -143,9 +145,9 @@ def test_chunk_of_another_size_ends_the_load_and_is_named(chunks: ChunkStore) ->
     assert chunks.load(KEYS, targets()) == Loaded(1, KEYS[1])
 
 
-def test_larger_chunks_than_the_buffer_come_one_by_one(chunks: ChunkStore, options: Options) -> None:
+def test_larger_chunks_than_the_buffer_come_one_by_one(chunks: ChunkStore, options: LMCacheOptions) -> None:
     chunks.put(KEYS[:2], content(2))
-    small = ChunkStore(Options(options.endpoint, "chunks", Transport.HTTP, staging_bytes=1))
+    small = ChunkStore(LMCacheOptions(options.endpoint, "chunks", Transport.HTTP, staging_bytes=1))
     buffers = targets(2)
     assert small.load(KEYS[:2], buffers) == Loaded(2)
     assert equal(buffers, content(2))
@@ -175,7 +177,7 @@ def test_only_what_is_missing_is_written(chunks: ChunkStore) -> None:
 def test_server_that_is_gone_is_a_miss_and_is_left_alone_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
-    store = ChunkStore(Options("http://127.0.0.1:9", "chunks", retry_s=60.0))
+    store = ChunkStore(LMCacheOptions("http://127.0.0.1:9", "chunks", retry_s=60.0))
     assert store.lookup(KEYS) == 0
     assert store.load(KEYS, targets()) == Loaded(0)
     assert store.counters.totals["failures"] == 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, Kind
+from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, MetricKind
 from tests.support.etcd import free_port
 from tests.support.servers import CONFIG, Stack, stack
 from tests.support.tree import repository
@@ -29,7 +29,7 @@ OTHERS = {
     "objectcache_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"
 }  # fmt: skip
 EVERY = (*GATEWAY, *CLUSTER, *STORAGE, *ORCHESTRATOR)
-KNOWN = OTHERS | {each.name + "_bucket" * (each.kind is Kind.HISTOGRAM) for each in EVERY}
+KNOWN = OTHERS | {each.name + "_bucket" * (each.kind is MetricKind.HISTOGRAM) for each in EVERY}
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 needs_prometheus = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no Prometheus: apt-get install prometheus"

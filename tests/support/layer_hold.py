@@ -13,7 +13,7 @@ import threading
 
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload, TargetWithGaps
 
 POLL_S = 0.002
 
@@ -70,7 +70,7 @@ class _HeldDestination:
         return self._destination.uses_staging(is_resident=is_resident)
 
     @property
-    def landing(self) -> Landing:
+    def landing(self) -> TargetWithGaps:
         return self._destination.landing
 
     def open(self, plan: DeliveryPlan) -> Transfer:

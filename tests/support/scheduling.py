@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench.paper.tables import Workload
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.flow import Flow, LinkTenant
 from storage_server.delivery.scheduler.pool import Pool
 from storage_server.planning.plan import GroupSizes
 
@@ -34,7 +34,7 @@ class Asked:
     compute_s: float
     stated_s: float | None = -1.0
     layer_count: int = 32
-    tenant: Tenant | None = None
+    tenant: LinkTenant | None = None
     payload_bytes: int | None = None
     stops_s: float = math.inf
     reads_again_s: float = math.inf
@@ -163,7 +163,7 @@ def _flow(number: int, asked: Asked) -> Flow:
     size = asked.payload_bytes or asked.layer_bytes
     payloads = (size,) * (asked.layer_bytes // size)
     rest = asked.layer_bytes % size
-    tenant = asked.tenant or Tenant(f"tenant-{number}")
+    tenant = asked.tenant or LinkTenant(f"tenant-{number}")
     demand = Demand(asked.layer_bytes, asked.layer_count, asked.said_s)
     layers = layers_of((*payloads, rest) if rest else payloads, asked.layer_count)
     return Flow(number, tenant, demand, layers, asked.at_s)

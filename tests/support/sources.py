@@ -20,7 +20,7 @@ from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
-from storage_server.planning.source import ChunkSource, Outcome, Pins, RowFailure
+from storage_server.planning.source import ChunkSource, Pins, RowFailure, RowOutcome
 
 
 class Resolves(Protocol):
@@ -155,7 +155,7 @@ class _BadSpan:
 
     start: int
     end: int
-    outcome: Outcome
+    outcome: RowOutcome
 
 
 class DamagedSource(SourceWrapper):
@@ -165,17 +165,17 @@ class DamagedSource(SourceWrapper):
 
     def __init__(self, source: ChunkSource) -> None:
         super().__init__(source)
-        self._damage: dict[tuple[str, str], tuple[int, int | None, Outcome]] = {}
+        self._damage: dict[tuple[str, str], tuple[int, int | None, RowOutcome]] = {}
         self._bad: dict[str, list[_BadSpan]] = {}
 
     def truncate(self, bucket: str, key: str, nbytes: int) -> None:
         """The chunk ends after `nbytes`: what is behind them is missing."""
-        self._damage[bucket, key] = nbytes, None, Outcome.SHORT
+        self._damage[bucket, key] = nbytes, None, RowOutcome.SHORT
 
     def corrupt(self, bucket: str, key: str, offset: int) -> None:
         """The byte at `offset` of the chunk differs from what was put, so its whole block is not proved."""
         start = offset // BLOCK_BYTES * BLOCK_BYTES
-        self._damage[bucket, key] = start, start + BLOCK_BYTES, Outcome.CORRUPT
+        self._damage[bucket, key] = start, start + BLOCK_BYTES, RowOutcome.CORRUPT
 
     def repair(self) -> None:
         """Switch the fault off."""

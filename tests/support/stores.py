@@ -22,7 +22,7 @@ from descriptors.cluster import Member, View
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ListRequest, ReadRequest, UploadListRequest, UploadRef
 from descriptors.peer_auth import PeerSecrets
-from descriptors.peer_calls import CALLS, Form
+from descriptors.peer_calls import CALLS, CallForm
 from descriptors.storage_api import ObjectRead, ObjectsApi, Piece, StorageApi, UploadsApi
 from gateway.cluster.members import Members
 from gateway.cluster.storage import ClusterStorage
@@ -86,7 +86,7 @@ class _WrappedRole:
                 async with aclosing(cast(Any, changed.body)):
                     yield changed
 
-        return opened if call.form is Form.READ else passed_on
+        return opened if call.form is CallForm.READ else passed_on
 
 
 class SlowStorage(StorageWrapper):

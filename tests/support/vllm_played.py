@@ -19,11 +19,11 @@ from descriptors.recompute import Advice, AdviceRequest, advise
 from descriptors.storage_api import Grant
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.steps import StoreJob
 
 ONE_RANK = Deployment("m", "bf16", 32)
-OPTIONS = Options("http://127.0.0.1:1", "b")
+OPTIONS = VllmOptions("http://127.0.0.1:1", "b")
 
 
 def store_job(job_id: int, request_id: str, blocks: tuple[int, ...]) -> StoreJob:

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from storage_server.cache.policies.optimizer import Optimizer, upper_bound
-from storage_server.cache.policies.utility import Entry, Form, Tier
+from storage_server.cache.policies.utility import Form, TieredEntry, TierModel
 
 EXACT = "exact"
 """The form besides the codecs."""
@@ -116,7 +116,7 @@ class Chosen:
         self,
         forms: Sequence[tuple[Form, ...]],
         machine: Machine,
-        tiers: Sequence[Tier],
+        tiers: Sequence[TierModel],
         alpha_s: float,
         half_life_s: float,
         frequencies: np.ndarray | None = None,
@@ -130,7 +130,9 @@ class Chosen:
         self._optimizer = Optimizer(tiers, alpha_s)
         if frequencies is not None:
             for context in np.argsort(-frequencies):
-                self._optimizer.put(Entry(int(context), float(frequencies[context]), forms[context], machine.prefill_s))
+                self._optimizer.put(
+                    TieredEntry(int(context), float(frequencies[context]), forms[context], machine.prefill_s)
+                )
 
     def find(self, asked: Asked) -> tuple[int | None, str]:
         place = self._optimizer.placement(asked.context)
@@ -139,7 +141,7 @@ class Chosen:
             weight = 2.0 ** (asked.at_s / self._half_life_s)
             count = self._counts[asked.context] = self._counts.get(asked.context, 0.0) + weight
             if place is None:
-                self._optimizer.put(Entry(asked.context, count, forms, self._machine.prefill_s))
+                self._optimizer.put(TieredEntry(asked.context, count, forms, self._machine.prefill_s))
             else:
                 self._optimizer.use(asked.context, count)
         is_first = asked.context not in self._seen
@@ -215,8 +217,8 @@ def ways(
     for codec, nbytes in codecs.nbytes.items():
         yield f"{codec} + LRU", FixedLru(nbytes, codec, capacities)
     tiers = [
-        Tier("dram", capacities[0], machine.dram_bytes_per_s),
-        Tier("disk", capacities[1], machine.disk_bytes_per_s),
+        TierModel("dram", capacities[0], machine.dram_bytes_per_s),
+        TierModel("disk", capacities[1], machine.disk_bytes_per_s),
     ]
     known = [forms_of(name, codecs, codecs.known) for name in classes]
     for codec in codecs.nbytes:
@@ -236,8 +238,8 @@ def greedy_over_bound(seed: int, entries: int) -> float:
         nbytes = int(random.integers(50, 150))
         whole += nbytes
         forms = tuple(Form(codec, max(1, int(nbytes * part)), quality) for codec, part, quality in RANDOM_FORMS)
-        made.append(Entry(key, float(random.pareto(1.2)) + 0.01, forms, recompute_s=3.0))
-    tiers = [Tier("dram", whole // 10, 2000.0), Tier("disk", whole * 4 // 10, 100.0)]
+        made.append(TieredEntry(key, float(random.pareto(1.2)) + 0.01, forms, recompute_s=3.0))
+    tiers = [TierModel("dram", whole // 10, 2000.0), TierModel("disk", whole * 4 // 10, 100.0)]
     optimizer = Optimizer(tiers, 1.0)
     for entry in made:
         optimizer.put(entry)
@@ -255,9 +257,9 @@ def decision_us(entries: int, decisions: int, seed: int) -> list[float]:
         for size in nbytes
     ]
     frequencies = random.pareto(1.2, entries + decisions) + 0.01
-    optimizer = Optimizer([Tier("dram", int(nbytes[:entries].sum() * 0.6), 2000.0)], 1.0)
+    optimizer = Optimizer([TierModel("dram", int(nbytes[:entries].sum() * 0.6), 2000.0)], 1.0)
     for key in range(entries):
-        optimizer.put(Entry(key, float(frequencies[key]), forms[key], 3.0))
+        optimizer.put(TieredEntry(key, float(frequencies[key]), forms[key], 3.0))
     taken = []
     for part in np.array_split(np.arange(decisions), 10):
         began_s = time.perf_counter()
@@ -266,7 +268,7 @@ def decision_us(entries: int, decisions: int, seed: int) -> list[float]:
                 optimizer.use(int(random.integers(0, entries)), float(frequencies[number]))
             else:
                 key = entries + number
-                optimizer.put(Entry(key, float(frequencies[key]), forms[key], 3.0))
+                optimizer.put(TieredEntry(key, float(frequencies[key]), forms[key], 3.0))
         taken.append((time.perf_counter() - began_s) / len(part) * 1e6)
     return taken
 

@@ -14,7 +14,7 @@ from bench.experiments.compression.choice import EXACT
 from bench.experiments.compression.tasks import IGNORED, Sample, Task, sample
 from bench.experiments.compression.train import load_model
 from objectcache.calibration.quality import (
-    Answers,
+    ScoredAnswers,
     States,
     answer_logits,
     coded,
@@ -82,7 +82,7 @@ def measured(
         model = load_model(size)
         for task in Task:
             read: list[Asked] = []
-            found: dict[str, list[Answers]] = {}
+            found: dict[str, list[ScoredAnswers]] = {}
             made: dict[str, tuple[float, float]] = {}
             for number in range(batch_count(contexts)):
                 batch = asked(task, min(BATCH, contexts // 2), tokens, questions, seed, number)
@@ -99,7 +99,7 @@ def measured(
 
 
 def _row(
-    size: str, task: Task, form: str, part: float, error: float, read: Sequence[Asked], answers: Sequence[Answers]
+    size: str, task: Task, form: str, part: float, error: float, read: Sequence[Asked], answers: Sequence[ScoredAnswers]
 ) -> dict[str, Any]:
     found, half = joined(answers), len(answers) // 2
     spans = _spans(read)
@@ -131,7 +131,7 @@ def _spans(read: Sequence[Asked]) -> list[Span]:
     return spans
 
 
-def _score(task: Task, found: Answers, read: Sequence[Asked]) -> float:
+def _score(task: Task, found: ScoredAnswers, read: Sequence[Asked]) -> float:
     """The task's own score: ROUGE-L for extraction, whole bodies for code, whole answers for the rest."""
     right = [found.right[start:end] for start, end, _ in _spans(read)]
     if task is not Task.EXTRACTION:
@@ -150,7 +150,7 @@ def rouge_l(found: Sequence[int], wanted: Sequence[int]) -> float:
     return 2 * common / (len(found) + len(wanted)) if found or wanted else 1.0
 
 
-def _by_depth(found: Answers, spans: Sequence[Span]) -> list[float | None]:
+def _by_depth(found: ScoredAnswers, spans: Sequence[Span]) -> list[float | None]:
     shares: list[list[bool]] = [[] for _ in range(DEPTHS)]
     for start, end, depth in spans:
         shares[min(DEPTHS - 1, int(depth * DEPTHS))].append(bool(found.right[start:end].all()))

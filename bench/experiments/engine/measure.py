@@ -26,7 +26,7 @@ from bench.experiments.engine.ways import (
     by_case,
 )
 from objectcache.calibration.content import VerificationError
-from objectcache.calibration.samples import Spread, Turns, progress_bar, spread
+from objectcache.calibration.samples import RoundTurns, Spread, progress_bar, spread
 
 WARM_UP_ROUND = 0
 NEEDED = (Way.RECOMPUTE, *OURS)
@@ -98,7 +98,7 @@ def _round(
     for case in cases:
         others = [way for way in bed.engines if way is not Way.RECOMPUTE]
         wanted: tuple[int, ...] | None = None
-        for way in [Way.RECOMPUTE, *Turns.ROTATING.ordered(others, index)]:
+        for way in [Way.RECOMPUTE, *RoundTurns.ROTATING.ordered(others, index)]:
             with _left_out_if_it_fails(bed, way):
                 answer = bed.measure(way, case, index)
                 wanted = answer.tokens if wanted is None else wanted

@@ -33,7 +33,7 @@ from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings,
 from bench.experiments.scheduler.live import Rules, go_by
 from bench.experiments.scheduler.simulation import EQUAL_WORK_CONSERVING, SLACK
 from nixl_client.client import Transport
-from objectcache.calibration.samples import Turns, progress_bar, spread
+from objectcache.calibration.samples import RoundTurns, progress_bar, spread
 from objectcache.calibration.servers import ConfiguredServer
 
 FACTORS = (4.0, 1.0, 0.25)
@@ -247,7 +247,7 @@ def _rounds(sharing: _Sharing) -> dict[str, Any]:
         for index in range(1, runs + 1):
             bed.store(Way.LAYERWISE, index)
             wanted = {case: bed.measure(Way.RECOMPUTE, case, index).tokens for case in dict.fromkeys(cases)}
-            for condition in Turns.ROTATING.ordered(list(Condition), index):
+            for condition in RoundTurns.ROTATING.ordered(list(Condition), index):
                 sharing.go_by(condition)
                 answers = sharing.ask(index, cases, factors(condition, len(cases)))
                 for found in sharing.problems(answers, wanted):

@@ -45,7 +45,7 @@ from bench.experiments.s3.results import (
     show,
 )
 from descriptors.units import GIB, KIB, MIB
-from objectcache.calibration.samples import Turns, interleaved, progress_bar
+from objectcache.calibration.samples import RoundTurns, interleaved, progress_bar
 
 SMOKE_PEERS = (PeerName.OURS, PeerName.CANNED, PeerName.RAW_SOCKET)
 OPERATIONS = (Kind.PUT, Kind.GET, Kind.LIST)
@@ -240,7 +240,7 @@ def measure_s3(settings: S3Settings, origin: Mapping[str, Any]) -> Json:
                 for pid in (pid for peer in peers if peer.name is PeerName.OURS for pid in peer.processes()):
                     stack.enter_context(_profiled(pid, settings.profile_folder))
             for round_index, cell in interleaved(settings.cells, settings.runs, "measuring"):
-                for contender in Turns.ROTATING.ordered(contenders, round_index):
+                for contender in RoundTurns.ROTATING.ordered(contenders, round_index):
                     kind = contender.kind(cell)
                     if kind is None or contender.name in absent:
                         continue

@@ -34,7 +34,7 @@ from bench.paper.tables import NUM_LAYERS, TOKEN_LAYER_BYTES, table_a8, workload
 from descriptors.units import KIB
 from objectcache.calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.flow import Flow, LinkTenant
 from storage_server.delivery.scheduler.policies import MARGIN_BYTES_PER_S, Policy
 from storage_server.delivery.scheduler.pool import Pool, PoolSettings
 from storage_server.planning.plan import GroupSizes
@@ -85,7 +85,7 @@ class SimulatedRequest:
     layer_count: int
     compute_s: float
     stated_compute_s: float
-    tenant: Tenant
+    tenant: LinkTenant
 
 
 @dataclass(slots=True, eq=False)
@@ -242,14 +242,14 @@ def make_request(cached_tokens: int, context_tokens: int, tenant: str, came_s: f
     """Llama 3.1 8B with so many tokens cached. Raises ValueError where nothing is left to compute."""
     compute_s = prefill_s(table_a8_costs().costs, cached_tokens, context_tokens) / NUM_LAYERS
     layer_bytes = cached_tokens * TOKEN_LAYER_BYTES
-    return SimulatedRequest(came_s, layer_bytes, NUM_LAYERS, compute_s, compute_s, Tenant(tenant))
+    return SimulatedRequest(came_s, layer_bytes, NUM_LAYERS, compute_s, compute_s, LinkTenant(tenant))
 
 
 def paper_batch(name: str) -> Load:
     """Workload A, B or C, unscaled. Raises KeyError for another."""
     found = workload(name)
     times_s = [(each, each.layer_compute_s) for each in found.requests]
-    requests = [SimulatedRequest(0.0, each.layer_bytes, NUM_LAYERS, s, s, Tenant(each.name)) for each, s in times_s]
+    requests = [SimulatedRequest(0.0, each.layer_bytes, NUM_LAYERS, s, s, LinkTenant(each.name)) for each, s in times_s]
     return Load(requests, found.budget_bytes_per_s)
 
 

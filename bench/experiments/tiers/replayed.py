@@ -31,7 +31,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
 from nixl_client.client import Client, Transport
 from objectcache.calibration.content import VerificationError
-from objectcache.calibration.samples import Turns, spread
+from objectcache.calibration.samples import RoundTurns, spread
 from objectcache.calibration.servers import BUCKET, LocalServer, running_server
 from storage_server.kernel.index.schema import connect_current
 from storage_server.kernel.upkeep.dedup_rows import stored_bytes
@@ -258,7 +258,7 @@ def _rounds(
         absent[name] = str(error)
 
     ways = {name: partial(replayed, name) for name in runs}
-    return sampled(ways, settings.runs, "prompts", turns=Turns.ROTATING, failed=failed)
+    return sampled(ways, settings.runs, "prompts", turns=RoundTurns.ROTATING, failed=failed)
 
 
 def _row(settings: ReplaySettings, rounds: Sequence[Sequence[Answer]]) -> Json:

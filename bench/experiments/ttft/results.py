@@ -26,7 +26,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.ttft import ttft_layerwise_s, zero_stall_rate_bytes_per_s
 from objectcache.calibration.content import STAMP_BYTES
 from objectcache.calibration.knee import CONFIDENCE, TOLERANCE, Sample, find_knee, without_first_layer
-from objectcache.calibration.samples import Turns, interleaved, spread
+from objectcache.calibration.samples import RoundTurns, interleaved, spread
 
 MODEL = "Llama-3.1-8B"
 GPU = "A100"
@@ -153,10 +153,10 @@ def measure_cells(
     """Every task once in each of the interleaved rounds, all of which count, after those of `warming`; `describe` adds
     to a cell what only its runs know. Raises what `run` raises.
     """
-    for _, task in interleaved(warming, 1, f"{title}: warming up", uncounted=0, turns=Turns.ALTERNATING):
+    for _, task in interleaved(warming, 1, f"{title}: warming up", uncounted=0, turns=RoundTurns.ALTERNATING):
         run(task)
     found: list[tuple[Task, list[Run]]] = [(task, []) for task in tasks]
-    for _, (task, done) in interleaved(found, runs, title, uncounted=0, turns=Turns.ALTERNATING):
+    for _, (task, done) in interleaved(found, runs, title, uncounted=0, turns=RoundTurns.ALTERNATING):
         done.append(run(task))
     return [{**cell_row(task, done, scale), **describe(done)} for task, done in found]
 

@@ -21,7 +21,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from nixl_client.connectors.lmcache.chunks import ChunkSize, ChunkSpace, object_name, partial_tokens
 from nixl_client.connectors.lmcache.jobs import Jobs
-from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.options import LMCacheOptions
 from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore
 
 NAME = "objectcache"
@@ -55,13 +55,13 @@ class ObjectCacheAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is 
         given = {name.removeprefix(start): value for name, value in extra.items() if name.startswith(start)}
         for name in ("module_path", "class_name"):
             given.pop(name, None)
-        return ObjectCacheConnector(Options.of(given), context)
+        return ObjectCacheConnector(LMCacheOptions.of(given), context)
 
 
 class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
     """One process's connection."""
 
-    def __init__(self, options: Options, context: ConnectorContext) -> None:
+    def __init__(self, options: LMCacheOptions, context: ConnectorContext) -> None:
         config, self._metadata = context.config, context.metadata
         if config.use_layerwise:
             raise ValueError("use_layerwise would make an object of each layer of each chunk: it is not supported")

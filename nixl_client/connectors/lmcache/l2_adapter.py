@@ -22,7 +22,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from nixl_client.connectors.lmcache.chunks import ChunkSpace, joint_size, object_name
 from nixl_client.connectors.lmcache.jobs import Jobs
-from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.options import LMCacheOptions
 from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore
 
 LOOKUP_THREADS = 4
@@ -34,7 +34,7 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
 
     def __init__(self, params: Mapping[str, object], l1_memory_desc: object = None) -> None:
         super().__init__()
-        self._options = Options.of(params)
+        self._options = LMCacheOptions.of(params)
         if self._options.prefill is not None and not self._options.chunk_tokens:
             raise ValueError("chunk_tokens is needed beside the costs of computing: it is LMCache's --chunk-size")
         self.store = ChunkStore(self._options)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LMCacheOptions:
     """The options, checked. Every time is in seconds and bounds a wait."""
 
     endpoint: str
@@ -106,7 +106,7 @@ class Options:
         return costs if costs != PrefillCosts(0.0) else None
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> Options:
+    def of(cls, given: Mapping[str, object]) -> LMCacheOptions:
         """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "lossy": Lossy}
         values = dict(given)

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.uint8]
 _log = logging.getLogger(__name__)
 
 
-class Staging:
+class LMCacheStaging:
     """At most `count` buffers, made when they are first needed. A buffer that somebody may still write into counts
     until that is over.
     """

@@ -26,8 +26,8 @@ from nixl_client.connectors.lmcache.chunks import (
     row_layout,
     worth_loading,
 )
-from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.staging import Staging
+from nixl_client.connectors.lmcache.options import LMCacheOptions
+from nixl_client.connectors.lmcache.staging import LMCacheStaging
 from nixl_client.connectors.startup import say
 from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
@@ -77,7 +77,7 @@ class Loaded:
 class ChunkStore:
     """Chunks are byte buffers (memoryviews); keys are object names, those of one prefix in order."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LMCacheOptions) -> None:
         self.counters = Counters()
         self._options = options
         self._breaker, self._store_breaker = _breaker(options), _breaker(options)
@@ -104,7 +104,7 @@ class ChunkStore:
             fetch_timeout_s=options.store_timeout_s,
         )
         say(self._lookups)
-        self._staging = Staging(self._loads, options.staging_bytes, options.loads_max)
+        self._staging = LMCacheStaging(self._loads, options.staging_bytes, options.loads_max)
 
     def warm(self) -> None:
         """Prepare for loads, in the background."""
@@ -326,7 +326,7 @@ class ChunkStore:
         _log.warning("%s: %s", what, error)
 
 
-def _breaker(options: Options) -> Breaker:
+def _breaker(options: LMCacheOptions) -> Breaker:
     """After one request that was not answered, none is made for `retry_s`: an engine must not wait for a dead server
     each time.
     """

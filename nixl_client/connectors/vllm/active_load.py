@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from descriptors.notices import Mode
 from descriptors.recompute import PrefillCosts
-from nixl_client.connectors.late import Progress, Tail, Verdict, judge, pace_s
+from nixl_client.connectors.late import LoadProgress, LoadVerdict, Tail, judge, pace_s
 from nixl_client.connectors.vllm.blocks import Blocks
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.staging import Staging
@@ -51,21 +51,21 @@ class ActiveLoad:
         """Seconds until the deadline, 0 past it."""
         return max(0.0, self.deadline_s - time.monotonic())
 
-    def progress(self) -> Progress:
+    def progress(self) -> LoadProgress:
         """How far its fetch is."""
         ready_at_s = self.fetch.ready_at_s()
         silent_s = time.monotonic() - max(ready_at_s, default=self.fetch.began_s)
         if self.fetch.mode is not Mode.LAYER_MAJOR:
-            return Progress(1, 1, 0.0, silent_s)
+            return LoadProgress(1, 1, 0.0, silent_s)
         layers = self.fetch.descriptor.num_layers
-        return Progress(layers, layers - len(ready_at_s), pace_s(ready_at_s), silent_s)
+        return LoadProgress(layers, layers - len(ready_at_s), pace_s(ready_at_s), silent_s)
 
-    def verdict(self, costs: PrefillCosts | None, grid: Grid, layer_compute_s: float) -> Verdict:
+    def verdict(self, costs: PrefillCosts | None, grid: Grid, layer_compute_s: float) -> LoadVerdict:
         """How much of the load to wait for, in a step whose layers take `layer_compute_s` each; without `costs` all of
         it, until its deadline.
         """
         if costs is None:
-            return Verdict(self.chunk_count, self.left_s())
+            return LoadVerdict(self.chunk_count, self.left_s())
         chunk_range, chunk_tokens = self.job.chunk_range, grid.chunk_tokens
         start = chunk_range.first_chunk * chunk_tokens + chunk_range.chunk_skip
         end = min(start + chunk_range.token_count, (chunk_range.first_chunk + self.chunk_count) * chunk_tokens)

@@ -26,7 +26,7 @@ from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.early import check_early
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.published import PUBLISHED
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
@@ -44,7 +44,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         engine.join_log()
         self.counters = Counters()
-        options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         engine.check_failure_handling(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._ledger: SchedulerLedger | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from nixl_client.client import Client
 from nixl_client.connectors.startup import say
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 
 _checked: set[str] = set()
 
@@ -21,7 +21,7 @@ def check_early(extra_config: Mapping[str, object]) -> None:
     """Check the options, and say whether the store is there, once for the same options. Raises ValueError for options
     that cannot be.
     """
-    options = Options.of(extra_config)
+    options = VllmOptions.of(extra_config)
     same = json.dumps(extra_config, sort_keys=True, default=str)
     if same in _checked:
         return

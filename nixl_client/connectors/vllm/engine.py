@@ -21,7 +21,7 @@ from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment, short_name
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.weights import fingerprint
 
 _log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class CacheSetup:
     spec: FullAttentionSpec
     grid: Grid
     chunk_bytes: int
-    options: Options
+    options: VllmOptions
 
 
-def cache_setup(vllm_config: Any, kv_cache_config: Any, options: Options) -> CacheSetup:
+def cache_setup(vllm_config: Any, kv_cache_config: Any, options: VllmOptions) -> CacheSetup:
     """Raises UnsupportedError where this engine's KV cannot be cached, ValueError for options that do not fit it."""
     spec = attention_spec(vllm_config, kv_cache_config)
     found = grid(options, spec)
@@ -104,7 +104,7 @@ def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
     return spec
 
 
-def grid(options: Options, spec: FullAttentionSpec) -> Grid:
+def grid(options: VllmOptions, spec: FullAttentionSpec) -> Grid:
     """G and B."""
     return Grid(options.chunk_tokens or spec.block_size, spec.block_size)
 
@@ -121,7 +121,7 @@ def chunk_bytes(vllm_config: Any, group: Any, grid: Grid) -> int:
     return int(spec.page_size_bytes * layer_count * grid.chunk_tokens // spec.block_size)
 
 
-def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:
+def deployment(vllm_config: Any, group: Any, options: VllmOptions) -> Deployment:
     """The part of the keys that is the engine's: weights, configuration and all else that KV bytes depend on. `group`
     is the one cache group.
     """
@@ -146,7 +146,7 @@ def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:
     )
 
 
-def model_name(vllm_config: Any, options: Options) -> str:
+def model_name(vllm_config: Any, options: VllmOptions) -> str:
     """The label of the chunks."""
     return options.model or short_name(vllm_config.model_config.model)
 

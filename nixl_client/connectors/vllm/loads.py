@@ -24,7 +24,7 @@ from nixl_client.connectors.vllm.active_load import ActiveLoad
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.lossy_blocks import LossyBlocks
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
 from nixl_client.connectors.vllm.steps import LoadJob, Report
@@ -46,7 +46,7 @@ class Loads:
         layout: ChunkLayout,
         layers: Sequence[PagedLayer],
         dtype: torch.dtype,
-        options: Options,
+        options: VllmOptions,
         counters: Counters,
         *,
         is_alone: bool = True,

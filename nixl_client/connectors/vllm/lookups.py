@@ -12,7 +12,7 @@ from descriptors.descriptor import Accept
 from descriptors.recompute import AdviceRequest
 from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 
 KEYS_MAX = 65_536
 THREADS = 8
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundOnRanks:
     """How many chunks, from the first, are stored on every rank, and the rate the server offers one of them (0: it
     paces nothing, or was not asked).
     """
@@ -38,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    future: Future[Found]
+    future: Future[FoundOnRanks]
     since_s: float
 
 
@@ -47,7 +47,7 @@ class Lookups:
     after each further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
-    def __init__(self, client: Client, options: Options, counters: Counters, accept: Accept | None = None) -> None:
+    def __init__(self, client: Client, options: VllmOptions, counters: Counters, accept: Accept | None = None) -> None:
         """Chunks that are stored encoded count as far as `accept` takes them."""
         self._client = client
         self._accept = accept
@@ -63,7 +63,9 @@ class Lookups:
         """Whether nothing is asked for now."""
         return time.monotonic() < self._silent_until_s
 
-    def ask(self, request_id: str, keys: Callable[[], Keys], compute: AdviceRequest | None = None) -> Found | None:
+    def ask(
+        self, request_id: str, keys: Callable[[], Keys], compute: AdviceRequest | None = None
+    ) -> FoundOnRanks | None:
         """How much is stored; None: not known yet, ask again. `keys` are each rank's; with `compute` the server is told
         what the engine's steps cost, and asked for its rate. A lookup that fails counts as nothing stored, since the
         engine can compute.
@@ -77,7 +79,7 @@ class Lookups:
             except Exception as error:
                 return self._fail(request_id, error)
             if not asked[0]:
-                return Found()
+                return FoundOnRanks()
             self._counters.add(lookups=1)
             pending = _Pending(self._pool.submit(self._look_up, asked, compute), time.monotonic())
             self._pending[request_id] = pending
@@ -116,17 +118,17 @@ class Lookups:
         """Drop what is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _look_up(self, keys: Sequence[Sequence[str]], compute: AdviceRequest | None) -> Found:
+    def _look_up(self, keys: Sequence[Sequence[str]], compute: AdviceRequest | None) -> FoundOnRanks:
         """Ranks load at the same time: each has its part of the rate."""
         lease_s, accept = self._options.lease_s, self._accept
         if compute is None:
-            return Found(min(self._client.lookup(each[:KEYS_MAX], lease_s, accept=accept) for each in keys))
+            return FoundOnRanks(min(self._client.lookup(each[:KEYS_MAX], lease_s, accept=accept) for each in keys))
         answers = [self._client.advise(each[:KEYS_MAX], compute, lease_s, accept=accept) for each in keys]
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in answers)
-        return Found(min(matched for matched, _ in answers), rate / len(keys))
+        return FoundOnRanks(min(matched for matched, _ in answers), rate / len(keys))
 
-    def _fail(self, request_id: str, error: Exception) -> Found:
+    def _fail(self, request_id: str, error: Exception) -> FoundOnRanks:
         _log.warning("request %s: the lookup failed, taken as a miss: %r", request_id, error)
         self._counters.add(lookup_failures=1)
         self.silence()
-        return Found()
+        return FoundOnRanks()

@@ -39,7 +39,7 @@ class LoadPolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VllmOptions:
     """The connector's options, checked. Every time is in seconds and bounds a wait of the engine."""
 
     endpoint: str
@@ -115,12 +115,12 @@ class Options:
         if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
             raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
 
-    def with_staging_for(self, prompt_bytes: int) -> Options:
+    def with_staging_for(self, prompt_bytes: int) -> VllmOptions:
         """These, with `staging_bytes` chosen where it was left open."""
         return self if self.staging_bytes else replace(self, staging_bytes=min(prompt_bytes, STAGING_BYTES_MAX))
 
     @classmethod
-    def of(cls, extra: Mapping[str, object]) -> Options:
+    def of(cls, extra: Mapping[str, object]) -> VllmOptions:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "delivery": Delivery, "staging": StagingMemory, "load": LoadPolicy}
         enums["lossy"] = Lossy

@@ -19,7 +19,7 @@ from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
-from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
 from nixl_client.connectors.vllm.published import published, told_chunks
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
@@ -58,7 +58,7 @@ class SchedulerSide:
     def __init__(
         self,
         client: Client,
-        options: Options,
+        options: VllmOptions,
         grid: Grid,
         ledger: SchedulerLedger,
         counters: Counters,

@@ -15,7 +15,7 @@ from nixl_client.connectors.vllm.steps import StoreJob
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteJob:
     """Read the job's chunks out of their blocks and store them. `end` or `fail` must follow."""
 
     job: StoreJob
@@ -51,7 +51,7 @@ class FreeBlocks:
     request_id: str
 
 
-Instruction: TypeAlias = Write | StopReading | CountDropped | TellRead | FreeBlocks
+Instruction: TypeAlias = WriteJob | StopReading | CountDropped | TellRead | FreeBlocks
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class WorkerLedger:
         if self._current is not None or not self._waiting:
             return []
         self._current = self._waiting.popleft()
-        return [Write(self._current.job)]
+        return [WriteJob(self._current.job)]
 
     def end_read(self, job_id: int) -> list[Instruction]:
         """All chunks of the job under way have been read out of its blocks."""

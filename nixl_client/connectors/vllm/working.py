@@ -15,7 +15,7 @@ from nixl_client.connectors.step_timer import StepTimer
 from nixl_client.connectors.vllm.blocks import PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.worker_ledger import Outbox, WorkerLedger
 from nixl_client.connectors.vllm.writer import Writer
@@ -31,7 +31,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        options: Options,
+        options: VllmOptions,
         rank: int,
         grid: Grid,
         layer_indexes: Mapping[str, int],

@@ -18,9 +18,9 @@ from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.steps import Report, StoreJob
-from nixl_client.connectors.vllm.worker_ledger import Instruction, Outbox, StopReading, WorkerLedger, Write
+from nixl_client.connectors.vllm.worker_ledger import Instruction, Outbox, StopReading, WorkerLedger, WriteJob
 from nixl_client.lossy import accept_of
 
 BATCH_CHUNKS = 8
@@ -45,7 +45,7 @@ class Writer:
         ledger: WorkerLedger,
         loads_idle: threading.Event,
         counters: Counters,
-        options: Options,
+        options: VllmOptions,
         model_name: str,
     ) -> None:
         self._client = client
@@ -126,7 +126,7 @@ class Writer:
                     return
                 instructions = self._ledger.begin_next()
             for instruction in instructions:
-                if isinstance(instruction, Write):
+                if isinstance(instruction, WriteJob):
                     self._write(instruction.job)
 
     def _write(self, job: StoreJob) -> None:

@@ -26,7 +26,7 @@ MEAN_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
-class Sent:
+class SentRequest:
     """A request that an engine has. `work_s` is its prefill by the engine's costs, loads included, and `predicted_s`
     its TTFT, corrected and with its wait; `tokens` are those of its prompt and of the most that it may put out.
     """
@@ -60,7 +60,7 @@ class EngineBooks:
 
     def __init__(self, requests_max: int) -> None:
         self.requests_max = requests_max
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentRequest] = {}
         self._others_waiting = 0
         self._others_running = 0
         self._progress_s = 0.0
@@ -81,7 +81,7 @@ class EngineBooks:
         """The correction of the engine's costs by its last prefills."""
         return self._prefills.correction
 
-    def send(self, sent: Sent) -> None:
+    def send(self, sent: SentRequest) -> None:
         """A request was sent to the engine."""
         if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
@@ -141,7 +141,7 @@ class EngineBooks:
         waiting_count = len(waiting) + self._others_waiting
         return Load(queue_s, active_count, waiting_count, tokens, arrivals_per_s, factor * work_share)
 
-    def _note_arrival(self, sent: Sent) -> None:
+    def _note_arrival(self, sent: SentRequest) -> None:
         if len(self._arrivals) == ARRIVALS_MAX:
             self._arrived_work_s -= self._arrivals[0][1]
         self._arrivals.append((sent.sent_s, sent.work_s))
@@ -154,7 +154,7 @@ class EngineBooks:
         passed_s = max(now_s - self._arrivals[0][0], 1e-3)
         return len(self._arrivals) / passed_s, max(0.0, self._arrived_work_s) / passed_s
 
-    def _waiting(self, now_s: float) -> list[Sent]:
+    def _waiting(self, now_s: float) -> list[SentRequest]:
         """Prompts that are not computed yet. Of a request that is not streamed nobody sees that; it is taken to be
         computed when its prediction says so.
         """

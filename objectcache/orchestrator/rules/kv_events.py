@@ -339,7 +339,7 @@ def block_name(packed: bytes) -> BlockName:
     return int.from_bytes(packed[1:], "little", signed=True)
 
 
-class Turn(Enum):
+class BatchTurn(Enum):
     """The use of a batch of some number."""
 
     TAKE = "take"
@@ -373,16 +373,16 @@ class BatchOrder:
         """The number of the next batch; None before the first."""
         return None if self.known is None else self.known.number + 1
 
-    def turn(self, number: int, sent_at: float) -> Turn:
+    def turn(self, number: int, sent_at: float) -> BatchTurn:
         """The use of a batch of this number. A number that was there already is a repetition, or a new start of the
         engine where the batch was sent later than all before.
         """
         expected = self.expected
         if expected is None or number > expected:
-            return Turn.REPLAY if number != 0 else Turn.TAKE
+            return BatchTurn.REPLAY if number != 0 else BatchTurn.TAKE
         if number == expected:
-            return Turn.TAKE
-        return Turn.RESTART if sent_at > self._latest_at else Turn.DROP
+            return BatchTurn.TAKE
+        return BatchTurn.RESTART if sent_at > self._latest_at else BatchTurn.DROP
 
     def took(self, number: int, sent_at: float) -> None:
         """The batch of this number is in the index, or lost for good."""

@@ -22,7 +22,7 @@ ROUTING_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPrefix:
     """The store's answer on a prompt, for one namespace. `rate_bytes_per_s` is the offered rate; 0 where nothing is
     paced.
     """
@@ -47,7 +47,7 @@ class EngineState:
     active_count: int = 0
     requests_max: int = 1
     held_tokens: int = 0
-    stored: Stored | None = None
+    stored: StoredPrefix | None = None
     free_tokens: int | None = None
     correction: Correction = EXACT
     waiting_count: int = 0

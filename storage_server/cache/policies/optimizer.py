@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from storage_server.cache.policies.utility import Entry, Form, Key, Placement, Tier, best_form, utility
+from storage_server.cache.policies.utility import Form, Key, TieredEntry, TierModel, TierPlacement, best_form, utility
 
 PROMOTE_FRACTION = 0.05
 """An entry moves up only where that saves so much of its delay and lost quality: moves cost bandwidth, too."""
@@ -34,21 +34,21 @@ class Move:
     """An instruction: an entry is to be there; None: nowhere."""
 
     key: Key
-    before: Placement | None
-    after: Placement | None
+    before: TierPlacement | None
+    after: TierPlacement | None
 
 
 @dataclass(slots=True)
 class _Kept:
-    entry: Entry
-    placement: Placement
+    entry: TieredEntry
+    placement: TierPlacement
     stamp: int
 
 
 class Optimizer:
     """The entries of some tiers. Methods return the moves to be carried out, in order."""
 
-    def __init__(self, tiers: Sequence[Tier], alpha: float) -> None:
+    def __init__(self, tiers: Sequence[TierModel], alpha: float) -> None:
         self._tiers = tuple(tiers)
         self._alpha = alpha
         self._kept: dict[Key, _Kept] = {}
@@ -73,12 +73,12 @@ class Optimizer:
             for each in self._kept.values()
         )
 
-    def placement(self, key: Key) -> Placement | None:
+    def placement(self, key: Key) -> TierPlacement | None:
         """Where an entry is."""
         kept = self._kept.get(key)
         return None if kept is None else kept.placement
 
-    def put(self, entry: Entry) -> list[Move]:
+    def put(self, entry: TieredEntry) -> list[Move]:
         """An entry has come, or its forms or its frequency are others."""
         known = self._kept.get(entry.key)
         before = None if known is None else known.placement
@@ -103,7 +103,7 @@ class Optimizer:
             codec = known.entry.forms[before.form].codec
             before = replace(before, form=next(at for at, form in enumerate(forms) if form.codec == codec))
         entry = replace(known.entry, frequency=frequency, forms=known.entry.forms if forms is None else forms)
-        moved: dict[Key, Placement | None] = {key: before}
+        moved: dict[Key, TierPlacement | None] = {key: before}
         wanted = best_form(entry, 0, self._tiers, self._alpha)
         gain = utility(entry, wanted, self._tiers, self._alpha) - utility(entry, before, self._tiers, self._alpha)
         cost = frequency * self._alpha - utility(entry, before, self._tiers, self._alpha)
@@ -125,7 +125,7 @@ class Optimizer:
         if key in self._kept:
             self._take_out(key)
 
-    def _moves(self, moved: dict[Key, Placement | None]) -> Iterator[Move]:
+    def _moves(self, moved: dict[Key, TierPlacement | None]) -> Iterator[Move]:
         """Moves down before moves up, so that there is room."""
         found = [(key, before, self.placement(key)) for key, before in moved.items()]
         found = [each for each in found if each[1] != each[2]]
@@ -133,14 +133,14 @@ class Optimizer:
         found.sort(key=lambda each: each[1] is None)
         return (Move(key, before, after) for key, before, after in found)
 
-    def _is_worth_keeping(self, entry: Entry, placement: Placement) -> bool:
+    def _is_worth_keeping(self, entry: TieredEntry, placement: TierPlacement) -> bool:
         kept = utility(entry, placement, self._tiers, self._alpha)
         return kept > utility(entry, None, self._tiers, self._alpha)
 
-    def _nbytes(self, entry: Entry, placement: Placement) -> int:
+    def _nbytes(self, entry: TieredEntry, placement: TierPlacement) -> int:
         return entry.forms[placement.form].nbytes
 
-    def _set(self, entry: Entry, placement: Placement) -> None:
+    def _set(self, entry: TieredEntry, placement: TierPlacement) -> None:
         kept = self._kept[entry.key] = _Kept(entry, placement, next(self._stamps))
         self._used_bytes[placement.tier] += self._nbytes(entry, placement)
         drop, _ = self._cheapest(kept)
@@ -159,7 +159,7 @@ class Optimizer:
         self._used_bytes[kept.placement.tier] -= self._nbytes(kept.entry, kept.placement)
         return kept
 
-    def _relieve(self, moved: dict[Key, Placement | None]) -> None:
+    def _relieve(self, moved: dict[Key, TierPlacement | None]) -> None:
         for tier, model in enumerate(self._tiers):
             heap = self._heaps[tier]
             while self._used_bytes[tier] > model.capacity_bytes:
@@ -173,13 +173,13 @@ class Optimizer:
                 if after is not None:
                     self._set(kept.entry, after)
 
-    def _cheapest(self, kept: _Kept) -> tuple[float, Placement | None]:
+    def _cheapest(self, kept: _Kept) -> tuple[float, TierPlacement | None]:
         """The drop for each byte of the entry's cheapest move out of its place, and that move."""
         entry, placement = kept.entry, kept.placement
         now = utility(entry, placement, self._tiers, self._alpha)
         nbytes = self._nbytes(entry, placement)
         gone = utility(entry, None, self._tiers, self._alpha)
-        best: tuple[float, Placement | None] = ((now - gone) / nbytes, None)
+        best: tuple[float, TierPlacement | None] = ((now - gone) / nbytes, None)
         further = self._further(entry, placement, now)
         if further is not None:
             best = min(best, further, key=lambda each: each[0])
@@ -190,14 +190,14 @@ class Optimizer:
                 best = min(best, ((now - value) / nbytes, after), key=lambda each: each[0])
         return best
 
-    def _further(self, entry: Entry, placement: Placement, now: float) -> tuple[float, Placement] | None:
+    def _further(self, entry: TieredEntry, placement: TierPlacement, now: float) -> tuple[float, TierPlacement] | None:
         """The drop for each byte of encoding an entry further in its tier, and that form; None where none is smaller.
         Of the forms that cost the least it is the last one that costs no more than going on to it later.
         """
         nbytes = self._nbytes(entry, placement)
-        found: list[tuple[float, float, Placement]] = []
+        found: list[tuple[float, float, TierPlacement]] = []
         for form in range(placement.form + 1, len(entry.forms)):
-            after = Placement(placement.tier, form)
+            after = TierPlacement(placement.tier, form)
             freed = nbytes - self._nbytes(entry, after)
             if freed > 0:
                 value = utility(entry, after, self._tiers, self._alpha)
@@ -212,16 +212,16 @@ class Optimizer:
                 first = later
         return first[0], first[2]
 
-    def _change_cost(self, entry: Entry, before: int, after: int) -> float:
+    def _change_cost(self, entry: TieredEntry, before: int, after: int) -> float:
         """The cost of making one form from another that is larger."""
         is_made = before == 0 or entry.forms[before].codec in entry.forms[after].made_from
         return 0.0 if is_made else self._reload_cost(entry)
 
-    def _reload_cost(self, entry: Entry) -> float:
+    def _reload_cost(self, entry: TieredEntry) -> float:
         return entry.reload_s * self.use_weight
 
 
-def upper_bound(entries: Sequence[Entry], tiers: Sequence[Tier], alpha: float, rounds: int = 400) -> float:
+def upper_bound(entries: Sequence[TieredEntry], tiers: Sequence[TierModel], alpha: float, rounds: int = 400) -> float:
     """A bound that no placement of these entries exceeds, over computing all again: the dual of the linear relaxation.
     For prices λ ≥ 0 of a byte in each tier it is Σ max(U - λ·bytes) + Σ λ·capacity; the prices are found by steps along
     the subgradient.
@@ -231,7 +231,11 @@ def upper_bound(entries: Sequence[Entry], tiers: Sequence[Tier], alpha: float, r
     choices = [
         [(None, 0, 0.0)]
         + [
-            (tier, form.nbytes, utility(entry, Placement(tier, at), tiers, alpha) - utility(entry, None, tiers, alpha))
+            (
+                tier,
+                form.nbytes,
+                utility(entry, TierPlacement(tier, at), tiers, alpha) - utility(entry, None, tiers, alpha),
+            )
             for tier in range(len(tiers))
             for at, form in enumerate(entry.forms)
         ]

@@ -20,7 +20,7 @@ OTHER_SHAPE_FACTOR = 2.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kind:
+class ReaderKind:
     """Readers that take the same forms, of which the first is exact. `reading` is theirs; None where they take exact
     bytes only. Kinds are compared as objects.
     """
@@ -29,11 +29,11 @@ class Kind:
     reading: Reading | None = None
 
 
-Uses = tuple[tuple[Kind, float], ...]
+Uses = tuple[tuple[ReaderKind, float], ...]
 """Kinds with their counts, the last one last."""
 
 
-def with_use(uses: Uses, kind: Kind, weight: float) -> Uses:
+def with_use(uses: Uses, kind: ReaderKind, weight: float) -> Uses:
     """These uses and one more."""
     if not uses:
         return ((kind, weight),)
@@ -53,7 +53,7 @@ def scaled(uses: Uses, factor: float) -> Uses:
     return tuple((kind, count * factor) for kind, count in uses)
 
 
-def use_count(uses: Uses | list[tuple[Kind, float]]) -> float:
+def use_count(uses: Uses | list[tuple[ReaderKind, float]]) -> float:
     """The uses of all kinds."""
     return sum(count for _, count in uses)
 

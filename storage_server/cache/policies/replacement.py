@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.cache.policies.utility import Entry, Form, Placement, Tier, utility
+from storage_server.cache.policies.utility import Form, TieredEntry, TierModel, TierPlacement, utility
 from storage_server.cache.policies.utility_policy import UtilitySettings
 
 
@@ -20,7 +20,7 @@ def replacements(
     """The codecs in this order, for a chunk of so many layers whose content has this class, empty for none."""
     qualities = settings.class_qualities.get(content_class, {})
     exact_bytes = num_layers * shape.nbytes
-    home = (Tier("home", exact_bytes, settings.home_bytes_per_s),)
+    home = (TierModel("home", exact_bytes, settings.home_bytes_per_s),)
     losses: dict[Codec, float] = {}
     for codec, figures in settings.codecs.items():
         nbytes = num_layers * encoded_bytes_max(codec, shape)
@@ -29,7 +29,7 @@ def replacements(
         form = Form(
             codec.value, nbytes, qualities.get(codec, figures.quality), exact_bytes / figures.decoded_bytes_per_s
         )
-        entry = Entry(codec, 1.0, (Form(Codec.EXACT.value, exact_bytes), form), 0.0)
-        exact, encoded = (utility(entry, Placement(0, at), home, settings.alpha_s) for at in (0, 1))
+        entry = TieredEntry(codec, 1.0, (Form(Codec.EXACT.value, exact_bytes), form), 0.0)
+        exact, encoded = (utility(entry, TierPlacement(0, at), home, settings.alpha_s) for at in (0, 1))
         losses[codec] = (exact - encoded) / (exact_bytes - nbytes)
     return tuple(sorted(losses, key=lambda codec: losses[codec]))

@@ -35,7 +35,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class TierModel:
     """A tier: its room, and the rate at which entries are loaded from it. The first tier is the fastest."""
 
     name: str
@@ -44,7 +44,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TieredEntry:
     """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
     `reload_s` are the seconds that exact bytes have to be loaded where a change needs them, or a reader that does not
     take the form. Raises ValueError for forms that are not in this order.
@@ -63,14 +63,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TierPlacement:
     """Where an entry is: the numbers of its tier and its form."""
 
     tier: int
     form: int
 
 
-def utility(entry: Entry, placement: Placement | None, tiers: Sequence[Tier], alpha: float) -> float:
+def utility(entry: TieredEntry, placement: TierPlacement | None, tiers: Sequence[TierModel], alpha: float) -> float:
     """U. `alpha` is the seconds that quality 1 is worth; None stands for an entry that is evicted."""
     if placement is None:
         return entry.frequency * (alpha - entry.recompute_s)
@@ -82,7 +82,7 @@ def utility(entry: Entry, placement: Placement | None, tiers: Sequence[Tier], al
     return entry.frequency * value
 
 
-def best_form(entry: Entry, tier: int, tiers: Sequence[Tier], alpha: float) -> Placement:
+def best_form(entry: TieredEntry, tier: int, tiers: Sequence[TierModel], alpha: float) -> TierPlacement:
     """The form that has the most utility in a tier, whatever its room; of equal ones the smallest."""
-    placements = [Placement(tier, form) for form in range(len(entry.forms))]
+    placements = [TierPlacement(tier, form) for form in range(len(entry.forms))]
     return max(reversed(placements), key=lambda placement: utility(entry, placement, tiers, alpha))

@@ -15,8 +15,8 @@ from typing import TypeVar, cast
 
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies.optimizer import Move, Optimizer
-from storage_server.cache.policies.readers import Kind, Uses, forms_of, reading_with, scaled, use_count, with_use
-from storage_server.cache.policies.utility import Entry, Form, Tier
+from storage_server.cache.policies.readers import ReaderKind, Uses, forms_of, reading_with, scaled, use_count, with_use
+from storage_server.cache.policies.utility import Form, TieredEntry, TierModel
 from storage_server.planning.forms import Encoded, Reading
 
 GHOST_COUNT_MAX = 1 << 17
@@ -63,7 +63,7 @@ class UtilitySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ChunkUse:
     """A chunk that is used: its exact bytes, and the class of its content, empty for none."""
 
     key: Key
@@ -80,7 +80,7 @@ class Encoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TierDecision:
     """The changes of the tier after a use, in the order in which they are carried out: chunks that go, chunks that are
     encoded further, and chunks that come, encoded or (None) exact. A chunk that changes to a form that is not made from
     its present one goes and comes again.
@@ -120,7 +120,9 @@ class UtilityPolicy:
     def __init__(self, capacity_bytes: int, settings: UtilitySettings, unit_bytes: int = 1) -> None:
         self._unit_bytes = unit_bytes
         self._settings = settings
-        self._optimizer = Optimizer([Tier("memory", capacity_bytes, settings.memory_bytes_per_s)], settings.alpha_s)
+        self._optimizer = Optimizer(
+            [TierModel("memory", capacity_bytes, settings.memory_bytes_per_s)], settings.alpha_s
+        )
         self._began_s: float | None = None
         self._uses: dict[Key, Uses] = {}
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
@@ -131,7 +133,7 @@ class UtilityPolicy:
         """The form of each chunk as the last decision has it."""
         self._made: dict[Key, Encoded] = {}
         """Encoded chunks as they are in memory."""
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, ReaderKind] = OrderedDict()
         self._known_forms: OrderedDict[Hashable, tuple[Form, ...]] = OrderedDict()
         self._errors: OrderedDict[tuple[str, LayerShape, Codec], float] = OrderedDict()
         self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], float]] = OrderedDict()
@@ -142,10 +144,10 @@ class UtilityPolicy:
         """The bytes of all chunks in memory."""
         return self._optimizer.used_bytes[0]
 
-    def request(self, now_s: float, uses: Sequence[Use], reading: Reading | None) -> Decision:
+    def request(self, now_s: float, uses: Sequence[ChunkUse], reading: Reading | None) -> TierDecision:
         """Note a use of these chunks by one reader, and say what changes."""
         weight = self._optimizer.use_weight = self._inflated(now_s)
-        kinds: dict[Hashable, Kind] = {}
+        kinds: dict[Hashable, ReaderKind] = {}
         touched: dict[Key, None] = {}
         for use in uses:
             mine = reading if reading is not None and use.nbytes == reading.exact_bytes else None
@@ -210,7 +212,7 @@ class UtilityPolicy:
             self._began_s, exponent = now_s, 0.0
         return float(2.0**exponent)
 
-    def _used(self, use: Use, kind: Kind, weight: float) -> Sequence[Move]:
+    def _used(self, use: ChunkUse, kind: ReaderKind, weight: float) -> Sequence[Move]:
         key = use.key
         former = self._uses.get(key, ())
         if key in self._chunk_errors:  # what is known of the errors now was not known at earlier uses
@@ -232,9 +234,9 @@ class UtilityPolicy:
             if any(form.codec == present.codec and form.nbytes == present.nbytes for form in forms):
                 return self._optimizer.use(key, count, forms)
         load_s = forms[0].nbytes / self._settings.home_bytes_per_s
-        return self._optimizer.put(Entry(key, count, forms, load_s, load_s))
+        return self._optimizer.put(TieredEntry(key, count, forms, load_s, load_s))
 
-    def _decision(self, touched: Iterable[Key]) -> Decision:
+    def _decision(self, touched: Iterable[Key]) -> TierDecision:
         evicted: list[Key] = []
         recoded: dict[Key, Encoding] = {}
         admitted: dict[Key, Encoding | None] = {}
@@ -256,19 +258,19 @@ class UtilityPolicy:
             if was is not None:
                 evicted.append(key)
             admitted[key] = encoding
-        return Decision(tuple(evicted), recoded, admitted)
+        return TierDecision(tuple(evicted), recoded, admitted)
 
     def _form(self, key: Key) -> Form | None:
         """The form that the optimizer has for a chunk; None where it is not kept."""
         placement = self._optimizer.placement(key)
         return None if placement is None else self._forms[key][placement.form]
 
-    def _kind(self, use: Use, reading: Reading | None) -> Kind:
+    def _kind(self, use: ChunkUse, reading: Reading | None) -> ReaderKind:
         """The kind of a reader, the same object for the same forms: exact, and each codec that is known to keep its
         bound.
         """
         if reading is None or use.nbytes > ENCODABLE_BYTES_MAX:
-            return _remembered(self._kinds, use.nbytes, lambda: Kind((self._exact(use.nbytes),)))
+            return _remembered(self._kinds, use.nbytes, lambda: ReaderKind((self._exact(use.nbytes),)))
         errors = self._chunk_errors.get(use.key, {})
         codecs = tuple(
             codec
@@ -288,9 +290,9 @@ class UtilityPolicy:
                 forms.append(Form(codec.value, nbytes, quality, decode_s, _MADE_FROM[codec]))
             return tuple(sorted(forms, key=lambda form: -form.nbytes))
 
-        def made() -> Kind:
+        def made() -> ReaderKind:
             shape = (reading.shape, reading.num_layers)
-            return Kind(_remembered(self._known_forms, (*name, shape), made_forms), reading)
+            return ReaderKind(_remembered(self._known_forms, (*name, shape), made_forms), reading)
 
         return _remembered(self._kinds, (*name, reading), made)
 

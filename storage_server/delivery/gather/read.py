@@ -7,7 +7,7 @@ import errno
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from storage_server.planning.plan import Payload
 from storage_server.planning.rows import Rows, SourceTable
-from storage_server.planning.source import ChunkSource, Outcome
+from storage_server.planning.source import ChunkSource, RowOutcome
 
 
 def gather(
@@ -22,7 +22,7 @@ def gather(
     failure = source.read_rows(table, rows, address, past_cache=past_cache)
     if failure is None:
         return
-    if failure.outcome is Outcome.FAILED and failure.error_number == errno.EFAULT:
+    if failure.outcome is RowOutcome.FAILED and failure.error_number == errno.EFAULT:
         raise ServerError(ErrorCode.TARGET_UNREACHABLE, "the client's memory cannot be written", field="rdma_target")
     raise _corrupt(payload, payload.chunk_at(table.target_of(rows, failure.row_index, failure.failed_at)))
 

@@ -2,7 +2,7 @@
 
 An access key holds at most half of a pool, unless the pool is made otherwise. A free slot goes to the waiting key that
 holds the fewest slots, and within the key to the delivery that came first. Example: A holds 3 slots, B holds 1, both
-wait: B gets the next slot. A `Window` limits the slots of one delivery.
+wait: B gets the next slot. A `SlotWindow` limits the slots of one delivery.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Slot:
         self.address = address
         self.last_key: str | None = None
         """The access key whose bytes may still lie in the slot."""
-        self._window: Window | None = None
+        self._window: SlotWindow | None = None
 
     def release(self) -> None:
         """Give the slot back to its window and pool. Later calls do nothing."""
@@ -42,7 +42,7 @@ class Slot:
         np.frombuffer(self.view, dtype=np.uint8).fill(0)
         self.last_key = None
 
-    def _lend(self, window: Window) -> Slot:
+    def _lend(self, window: SlotWindow) -> Slot:
         self._window = window
         return self
 
@@ -92,9 +92,9 @@ class StagingPool:
         """The most slots that one access key may hold at once."""
         return self._key_slots_max
 
-    def window(self, access_key: str, slots_max: int) -> Window:
+    def window(self, access_key: str, slots_max: int) -> SlotWindow:
         """A delivery's share: at most `slots_max` slots at once, in the name of `access_key`."""
-        return Window(self, access_key, slots_max)
+        return SlotWindow(self, access_key, slots_max)
 
     async def _take(self, access_key: str) -> Slot:
         waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
@@ -149,7 +149,7 @@ class StagingPool:
         return own
 
 
-class Window:
+class SlotWindow:
     """The slots of the pool that one delivery holds."""
 
     def __init__(self, pool: StagingPool, access_key: str, slots_max: int) -> None:

@@ -21,7 +21,7 @@ TENANT_BOUND_FROM = 4
 """Where `deliveries_max` is less than this, one access key may hold all places."""
 
 
-class Admission:
+class DeliveryAdmission:
     """Counts deliveries, including those that wait for the link. At most `deliveries_max` are admitted. One access key
     may hold half of them, where half is two or more, so that other keys always find a place.
     """

@@ -20,7 +20,7 @@ import heapq
 import math
 from collections import Counter, OrderedDict, deque
 
-from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.flow import Flow, LinkTenant
 from storage_server.delivery.scheduler.round_robin import TenantRoundRobin
 from storage_server.delivery.scheduler.serial import SerialLink
 from storage_server.delivery.scheduler.tenant_meter import TenantMeter
@@ -34,7 +34,7 @@ class WaitingFlows:
 
     def __init__(self) -> None:
         self._flows: dict[str, OrderedDict[Flow, None]] = {}
-        self._turns: dict[int, deque[Tenant]] = {}
+        self._turns: dict[int, deque[LinkTenant]] = {}
         """By priority: the tenants that may be given a channel."""
         self._in_turn: set[str] = set()
         self._count = 0
@@ -67,13 +67,13 @@ class WaitingFlows:
         if not flows:
             del self._flows[flow.tenant.name]
 
-    def offer(self, tenant: Tenant) -> None:
+    def offer(self, tenant: LinkTenant) -> None:
         """Give the tenant a turn, behind the other tenants of its priority."""
         if tenant.name in self._flows and tenant.name not in self._in_turn:
             self._in_turn.add(tenant.name)
             self._turns.setdefault(tenant.priority, deque()).append(tenant)
 
-    def next_tenant(self) -> Tenant | None:
+    def next_tenant(self) -> LinkTenant | None:
         """The tenant that is next, or None. This uses up its turn; `offer` gives it another."""
         while self._turns:
             is_oldest = self._given % OLDEST_EACH == OLDEST_EACH - 1
@@ -86,7 +86,7 @@ class WaitingFlows:
                 return tenant
         return None
 
-    def take(self, tenant: Tenant) -> Flow:
+    def take(self, tenant: LinkTenant) -> Flow:
         """Take the tenant's first request out, for a channel. The tenant's next turn comes after the others' turns."""
         self._given += 1
         flow = next(iter(self._flows[tenant.name]))
@@ -114,7 +114,7 @@ class Chunkwise:
         """Requests without a channel because their clients do not read."""
         self._behind: dict[Flow, float] = {}
         """Requests with a channel whose transport is behind, and since when; the longest first."""
-        self._held: list[tuple[float, str, Tenant]] = []
+        self._held: list[tuple[float, str, LinkTenant]] = []
         """Capped tenants, and the time before which each may not send."""
         self._held_names: set[str] = set()
         self._channel_counts: Counter[str] = Counter()
@@ -270,7 +270,7 @@ class Chunkwise:
         else:
             self._waiting.add(flow, first=True)
 
-    def _is_held(self, tenant: Tenant, now: float) -> bool:
+    def _is_held(self, tenant: LinkTenant, now: float) -> bool:
         """Whether the tenant has used its cap. If so, it gets its turns back when it may send again."""
         free_s = self._meter.free_s(tenant)
         if free_s <= now:

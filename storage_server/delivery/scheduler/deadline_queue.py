@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import defaultdict
 
-from storage_server.delivery.scheduler.flow import Flow, Tenant
+from storage_server.delivery.scheduler.flow import Flow, LinkTenant
 from storage_server.delivery.scheduler.tenant_meter import TenantMeter
 
 Entry = tuple[float, int, Flow]
@@ -23,10 +23,10 @@ class DeadlineQueue:
     def __init__(self, meter: TenantMeter) -> None:
         self._meter = meter
         self._dues: dict[Flow, float] = {}
-        self._lanes: dict[Tenant | None, list[Entry]] = defaultdict(list)
+        self._lanes: dict[LinkTenant | None, list[Entry]] = defaultdict(list)
         """One heap for each capped tenant, and one, under None, for all tenants without a cap."""
-        self._heads: list[tuple[float, int, Tenant | None]] = []
-        self._held: list[tuple[float, int, Tenant]] = []
+        self._heads: list[tuple[float, int, LinkTenant | None]] = []
+        self._held: list[tuple[float, int, LinkTenant]] = []
         """Capped tenants, and the time before which each may not send."""
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class DeadlineQueue:
                 return flow
         return None
 
-    def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
+    def charge(self, tenant: LinkTenant, sent_bytes: int, now: float) -> None:
         """Count the bytes that the tenant has sent against its cap."""
         self._meter.charge(tenant, sent_bytes, now)
 
@@ -85,7 +85,7 @@ class DeadlineQueue:
             return -math.inf
         return self._held[0][0] if self._held else math.inf
 
-    def _offer(self, tenant: Tenant | None) -> None:
+    def _offer(self, tenant: LinkTenant | None) -> None:
         if lane := self._lanes.get(tenant):
             heapq.heappush(self._heads, (lane[0][0], lane[0][1], tenant))
         else:

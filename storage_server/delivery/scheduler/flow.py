@@ -19,7 +19,7 @@ few enough that a client that stops reading soon uses no more of the link.
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class LinkTenant:
     """An access key's part of the link: its weight, its cap, and the priority of its requests."""
 
     name: str
@@ -37,7 +37,7 @@ class Flow:
     """
 
     number: int
-    tenant: Tenant
+    tenant: LinkTenant
     demand: Demand
     layers: Sequence[GroupSizes]
     came_s: float
@@ -77,7 +77,7 @@ class Flow:
         """The bytes of the next payload."""
         return self.layers[self.layer_index].payloads[self.payload_index]
 
-    def for_another_schedule(self, tenant: Tenant) -> Flow:
+    def for_another_schedule(self, tenant: LinkTenant) -> Flow:
         """A copy with the same progress, for another schedule, which has not admitted it yet."""
         flow = Flow(self.number, tenant, self.demand, self.layers, self.came_s, self.is_chunkwise)
         flow.layer_index, flow.payload_index = self.layer_index, self.payload_index

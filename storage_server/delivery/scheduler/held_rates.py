@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from storage_server.delivery.scheduler.flow import Flow
 from storage_server.delivery.scheduler.policies import Policy, allocate
-from storage_server.delivery.scheduler.round_robin import RoundRobin
+from storage_server.delivery.scheduler.round_robin import FlowRoundRobin
 from storage_server.delivery.scheduler.tenant_meter import TenantMeter
 
 CATCH_UP_S = 0.05
@@ -47,7 +47,7 @@ class HeldRates:
         """The time at which each flow's next payload began to cross at the flow's own rate."""
         self._dues: dict[Flow, float] = {}
         self._queue: list[tuple[float, int, Flow]] = []
-        self._ready = RoundRobin()
+        self._ready = FlowRoundRobin()
         self._under_way_bytes = 0
         self._link_free_s = -math.inf
         self._behind: dict[Flow, float] = {}

@@ -53,7 +53,7 @@ class PoolSettings:
         return self.policy is None or self.is_work_conserving
 
 
-class Dispatch(Protocol):
+class PayloadDispatch(Protocol):
     """Decides when each payload goes. `HeldRates` and `SlackDispatch` implement it."""
 
     def __len__(self) -> int: ...
@@ -86,7 +86,7 @@ class Pool:
         meter = TenantMeter() if meter is None else meter
         self._settings = settings
         self._is_continuous = settings.is_continuous
-        self._dispatch: Dispatch = (
+        self._dispatch: PayloadDispatch = (
             SlackDispatch(budget_bytes_per_s, settings.margin_bytes_per_s, meter)
             if settings.policy is None
             else HeldRates(

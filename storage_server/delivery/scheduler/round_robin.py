@@ -15,7 +15,7 @@ import heapq
 from storage_server.delivery.scheduler.flow import Flow
 
 
-class RoundRobin:
+class FlowRoundRobin:
     """The flows that have a payload to send now."""
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class TenantRoundRobin:
     """Round robin among tenants by weight. The flows of one tenant that have a payload share its turns evenly."""
 
     def __init__(self) -> None:
-        self._tenants = RoundRobin()
-        self._lanes: dict[str, RoundRobin] = {}
+        self._tenants = FlowRoundRobin()
+        self._lanes: dict[str, FlowRoundRobin] = {}
         self._heads: dict[str, Flow] = {}
         """The flow of each tenant that goes when the tenant's turn comes."""
         self._last: str | None = None
@@ -77,7 +77,7 @@ class TenantRoundRobin:
         """Add a flow that has a payload to send. A flow that is in the queue keeps its turn."""
         name = flow.tenant.name
         if self._heads.get(name) is not flow:
-            self._lanes.setdefault(name, RoundRobin()).add(flow, 1.0)
+            self._lanes.setdefault(name, FlowRoundRobin()).add(flow, 1.0)
             if name not in self._heads and name != self._last:
                 self._offer(name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from descriptors.units import GIB
-from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.flow import LinkTenant
 from storage_server.delivery.scheduler.pool import PoolSettings
 from storage_server.delivery.scheduler.profiles import ComputeProfile
 
@@ -32,7 +32,7 @@ class SchedulerSettings:
     chunkwise_fraction: float = 0.1
     chunkwise_deliveries_max: int = 64
     queued_bytes_max: int = 1024 * GIB
-    tenants: dict[str, Tenant] = field(default_factory=dict)
+    tenants: dict[str, LinkTenant] = field(default_factory=dict)
     profiles: tuple[ComputeProfile, ...] = ()
 
     def __post_init__(self) -> None:
@@ -50,6 +50,6 @@ class SchedulerSettings:
             if not 0.001 <= tenant.weight <= 1000:
                 raise ValueError(f"tenant {tenant.name}: the weight must be from 0.001 to 1000")
 
-    def tenant(self, access_key: str) -> Tenant:
+    def tenant(self, access_key: str) -> LinkTenant:
         """The access key's part of the link."""
-        return self.tenants.get(access_key) or Tenant(access_key)
+        return self.tenants.get(access_key) or LinkTenant(access_key)

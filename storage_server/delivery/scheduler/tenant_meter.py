@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from storage_server.delivery.scheduler.flow import Tenant
+from storage_server.delivery.scheduler.flow import LinkTenant
 from storage_server.delivery.scheduler.serial import CATCH_UP_S
 
 
@@ -23,13 +23,13 @@ class TenantMeter:
     def __len__(self) -> int:
         return len(self._free_s)
 
-    def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
+    def charge(self, tenant: LinkTenant, sent_bytes: int, now: float) -> None:
         """Count bytes that the tenant has sent."""
         if tenant.rate_max_bytes_per_s is not None:
             since_s = max(self._free_s.get(tenant.name, -math.inf), now - CATCH_UP_S)
             self._free_s[tenant.name] = since_s + sent_bytes / tenant.rate_max_bytes_per_s
 
-    def free_s(self, tenant: Tenant) -> float:
+    def free_s(self, tenant: LinkTenant) -> float:
         """The time from which the tenant may send."""
         return -math.inf if tenant.rate_max_bytes_per_s is None else self._free_s.get(tenant.name, -math.inf)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from descriptors.notices import Admitted, Forms, Notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload, TargetWithGaps
 
 
 class Room(Protocol):
@@ -75,7 +75,7 @@ class Destination(Protocol):
         """Whether a payload occupies staging memory, which is shared with other deliveries, until it has been sent."""
 
     @property
-    def landing(self) -> Landing:
+    def landing(self) -> TargetWithGaps:
         """How it takes slices between which there are gaps in the target."""
 
     def open(self, plan: DeliveryPlan) -> Transfer:

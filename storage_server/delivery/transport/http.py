@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.storage_api import BodySink, DeliveryStart, Patience, Spans
 from descriptors.units import MIB
-from storage_server.delivery.gather.staging import Window
+from storage_server.delivery.gather.staging import SlotWindow
 from storage_server.delivery.transport.destination import PayloadLimits, Room
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload, TargetWithGaps
 
 STAGED_BYTES_MAX = 2 * MIB
 
@@ -20,7 +20,7 @@ class HttpDestination:
     """The body of one answer. Resident payloads are sent from the DRAM tier, all others through the window's slots."""
 
     sink: BodySink
-    window: Window
+    window: SlotWindow
     patience: Patience
     limits: PayloadLimits
 
@@ -44,9 +44,9 @@ class HttpDestination:
         return not is_resident
 
     @property
-    def landing(self) -> Landing:
+    def landing(self) -> TargetWithGaps:
         """The body has the slices only: whoever reads it puts them into their places."""
-        return Landing(is_packed=True, is_scattered=False)
+        return TargetWithGaps(is_packed=True, is_scattered=False)
 
     def open(self, plan: DeliveryPlan) -> HttpTransfer:
         """The transfer into this body. It does not need the plan."""
@@ -58,7 +58,7 @@ class HttpTransfer:
     ordinary error answer.
     """
 
-    def __init__(self, sink: BodySink, window: Window, patience: Patience) -> None:
+    def __init__(self, sink: BodySink, window: SlotWindow, patience: Patience) -> None:
         self._sink = sink
         self._window = window
         self._patience = patience

@@ -13,7 +13,7 @@ from descriptors.notices import Done, Failed, LayerReady, Mode, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.delivery.transport.destination import Room, admitted
 from storage_server.delivery.transport.shm_door import ShmClient
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload, TargetWithGaps
 
 AHEAD_MAX = 4
 
@@ -44,9 +44,9 @@ class ShmDestination:
         return False
 
     @property
-    def landing(self) -> Landing:
+    def landing(self) -> TargetWithGaps:
         """Slices that lie apart are gathered at once."""
-        return Landing(is_packed=False, is_scattered=True)
+        return TargetWithGaps(is_packed=False, is_scattered=True)
 
     def open(self, plan: DeliveryPlan) -> ShmTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""

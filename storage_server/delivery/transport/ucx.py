@@ -16,12 +16,12 @@ from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_n
 from descriptors.storage_api import DeliveryStart, Spans
 from objectcache.adapters.nixl_agent import NixlFailure
 from objectcache.adapters.nixl_memory import Memory
-from storage_server.delivery.gather.staging import Window
+from storage_server.delivery.gather.staging import SlotWindow
 from storage_server.delivery.transport.destination import PayloadLimits, Room, admitted
 from storage_server.delivery.transport.flight import Flight
-from storage_server.delivery.transport.rules.ucx_commands import Group
+from storage_server.delivery.transport.rules.ucx_commands import WriteGroup
 from storage_server.delivery.transport.ucx_process import UcxProcess
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload, TargetWithGaps
 
 DIRECT_WRITES_MAX = 4
 
@@ -36,7 +36,7 @@ class UcxDestination:
     peer: str
     region: Region
     offset: int
-    window: Window
+    window: SlotWindow
     limits: PayloadLimits
     is_direct: bool
     open_flight: Callable[[], Flight]
@@ -59,9 +59,9 @@ class UcxDestination:
         return not (is_resident and self.is_direct)
 
     @property
-    def landing(self) -> Landing:
+    def landing(self) -> TargetWithGaps:
         """Slices that lie apart are gathered one after the other, and written by one transfer of many pieces."""
-        return Landing(is_packed=False, is_scattered=True, gathers_packed=True)
+        return TargetWithGaps(is_packed=False, is_scattered=True, gathers_packed=True)
 
     def open(self, plan: DeliveryPlan) -> UcxTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -106,7 +106,7 @@ class UcxTransfer:
         if room is None:
             await self._permits.acquire()
         release = self._permits.release if room is None else room.release
-        group = Group(self._flight_number, payload.group.index, payload.ends_group, self._ready_notice(payload))
+        group = WriteGroup(self._flight_number, payload.group.index, payload.ends_group, self._ready_notice(payload))
 
         def on_written(counted: int, failure: NixlFailure | None) -> None:
             release()

@@ -14,7 +14,7 @@ from objectcache.adapters.nixl_agent import NixlFailure, writes_pieces_well
 from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.nixl_metadata import agent_name
 from objectcache.adapters.threads import to_end
-from storage_server.delivery.gather.staging import Window
+from storage_server.delivery.gather.staging import SlotWindow
 from storage_server.delivery.transport.destination import PayloadLimits
 from storage_server.delivery.transport.endpoint import StopOutside
 from storage_server.delivery.transport.flight import Flight
@@ -110,7 +110,7 @@ class UcxAgents:
         """The sizes of the largest payloads."""
         return PayloadLimits(self._settings.aggregation_bytes, self._settings.direct_payload_bytes)
 
-    def window(self, access_key: str) -> Window:
+    def window(self, access_key: str) -> SlotWindow:
         """The slots that a new delivery of the access key may hold."""
         return self.memory.staging.window(access_key, self._window_slots)
 

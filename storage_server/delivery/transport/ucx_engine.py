@@ -34,12 +34,12 @@ from storage_server.delivery.transport.rules.ucx_commands import (
     AddPeer,
     Command,
     EndFlight,
-    Group,
     Notify,
     Read,
     RemovePeer,
     Reply,
-    Write,
+    WriteGroup,
+    WriteSpans,
     decode_command,
     encode_reply,
 )
@@ -59,7 +59,7 @@ class _InFlight:
     number: int
     peer: str
     transfer: PostedTransfer
-    group: Group | None
+    group: WriteGroup | None
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ class _Flight:
     whole: set[int] = field(default_factory=set)
     has_failed: bool = False
 
-    def posted(self, group: Group) -> None:
+    def posted(self, group: WriteGroup) -> None:
         self.pending[group.index] += 1
         if group.is_last:
             self.whole.add(group.index)
 
-    def ended(self, group: Group, *, is_good: bool) -> bool:
+    def ended(self, group: WriteGroup, *, is_good: bool) -> bool:
         """Count one write as ended. Returns whether it was the group's last, and no write has failed so far."""
         self.pending[group.index] -= 1
         self.has_failed |= not is_good
@@ -87,7 +87,7 @@ class _Flight:
         return is_complete
 
 
-class Engine:
+class UcxEngine:
     """Carries out the commands that come over `control`, until that ends. `areas` are (address, nbytes) here."""
 
     def __init__(self, control: socket.socket, areas: Sequence[tuple[int, int]]) -> None:
@@ -137,7 +137,7 @@ class Engine:
         self._received = rest
         for line in lines:
             number, command = decode_command(bytes(line))
-            priority = _AFTER if isinstance(command, Write | Read) else _FIRST
+            priority = _AFTER if isinstance(command, WriteSpans | Read) else _FIRST
             heapq.heappush(self._waiting, (priority, next(self._order), number, command))
         return bool(data)
 
@@ -153,7 +153,7 @@ class Engine:
                 case Notify(name, message):
                     self._agent.notify(name, message)
                     return
-                case Write():
+                case WriteSpans():
                     self._write(number, command)
                     return
                 case Read(name, sources, span):
@@ -181,7 +181,7 @@ class Engine:
         self._agent.notify(command.name, GREETING)
         self._stay_busy()
 
-    def _write(self, number: int, command: Write) -> None:
+    def _write(self, number: int, command: WriteSpans) -> None:
         if command.group is not None:
             self._flights.setdefault(command.group.flight, _Flight()).posted(command.group)
         spans = np.array(
@@ -198,7 +198,7 @@ class Engine:
         self,
         number: int,
         peer: str,
-        group: Group | None,
+        group: WriteGroup | None,
         post: Callable[[], tuple[PostedTransfer, TransferState]],
     ) -> None:
         try:
@@ -239,7 +239,9 @@ class Engine:
         flight.transfer.release()
         self._tell(flight.number, flight.peer, flight.group, counted, failure)
 
-    def _tell(self, number: int, peer: str, group: Group | None, counted: int, failure: NixlFailure | None) -> None:
+    def _tell(
+        self, number: int, peer: str, group: WriteGroup | None, counted: int, failure: NixlFailure | None
+    ) -> None:
         """Reply, after announcing the layer if it is complete: the client shall not wait for the next post, which may
         copy megabytes.
         """
@@ -280,7 +282,7 @@ def _run(arguments: Sequence[str]) -> None:
     control, areas = begun(arguments)
     with contextlib.suppress(ConnectionError, BrokenPipeError):
         try:
-            engine = Engine(control, areas)
+            engine = UcxEngine(control, areas)
         except (ImportError, NixlFailure, OSError) as error:
             control.sendall(encode_reply(Reply(0, 0, f"{error}" or type(error).__name__)))
             return

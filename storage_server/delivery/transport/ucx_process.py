@@ -27,12 +27,12 @@ from storage_server.delivery.transport.rules.ucx_commands import (
     AddPeer,
     Command,
     EndFlight,
-    Group,
     Notify,
     Read,
     RemovePeer,
     Reply,
-    Write,
+    WriteGroup,
+    WriteSpans,
     decode_reply,
     encode_command,
 )
@@ -148,12 +148,14 @@ class UcxProcess:
         """Say that the flight gets no more writes."""
         self._send(0, EndFlight(flight))
 
-    def write(self, peer: str, spans: Spans, targets: Sequence[Memory], group: Group | None, on_ended: OnEnded) -> None:
+    def write(
+        self, peer: str, spans: Spans, targets: Sequence[Memory], group: WriteGroup | None, on_ended: OnEnded
+    ) -> None:
         """Write the server's `spans`, one after the other, to `targets`, one after the other, of one kind of memory and
         as many bytes; `on_ended` is called at the end.
         """
         places = area_spans(self._places, [(int(address), int(nbytes)) for address, nbytes in spans])
-        self._give(Write(peer, places, tuple(targets), group), peer, on_ended)
+        self._give(WriteSpans(peer, places, tuple(targets), group), peer, on_ended)
 
     def read(self, peer: str, sources: Sequence[Memory], address: int, on_ended: OnEnded) -> None:
         """Read `sources`, one after the other, to the server's `address`; `on_ended` is called at the end."""

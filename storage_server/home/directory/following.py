@@ -13,7 +13,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.threads import let_others_run
 from storage_server.home.directory import merge
-from storage_server.home.directory.journal import STEP_BYTES, STEP_ROWS, Place, ReadJournal, read_journal
+from storage_server.home.directory.journal import STEP_BYTES, STEP_ROWS, JournalPlace, ReadJournal, read_journal
 from storage_server.home.directory.rules.clock import StampClock
 from storage_server.home.directory.rules.records import WRITER, WRITERS, PassedOver
 from storage_server.home.directory.rules.shares import Shares
@@ -45,7 +45,7 @@ class Following:
         self._patience_s = patience_s
         self._io = IoThreads(1)
         self._late_io = IoThreads(1)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, JournalPlace] = {}
         self._shares = Shares()
         self._late: set[str] = set()
         """Writers that have used up what is waited for, until they are read to their ends."""
@@ -73,7 +73,7 @@ class Following:
 
     async def start(self, positions: dict[str, tuple[int, int]]) -> None:
         """Go on from these positions, and read all that is there now, however long it takes. Raises ServerError."""
-        self._places = {writer: Place(*position) for writer, position in positions.items()}
+        self._places = {writer: JournalPlace(*position) for writer, position in positions.items()}
         await self._pass_behind(None, is_start=True)
 
     async def close(self) -> None:
@@ -173,7 +173,7 @@ class Following:
         return found, []
 
     def _read_on(self, folder: Beneath, budget_bytes: int, budget_rows: int) -> ReadJournal:
-        place = self._places.get(folder.name, Place())
+        place = self._places.get(folder.name, JournalPlace())
         try:
             journal = read_journal(folder, place, budget_bytes, budget_rows, self._clock.latest)
         except OSError as error:
@@ -196,7 +196,7 @@ class Following:
             return [self._applied(tx, journal) for journal in found]
 
         for journal, changed in zip(found, await self._committer.commit(carry_out, frees=True), strict=True):
-            generation = self._places.get(journal.writer, Place()).generation
+            generation = self._places.get(journal.writer, JournalPlace()).generation
             if generation not in (0, journal.end.generation):
                 self._outdated_s = time.monotonic()
             self._places[journal.writer] = journal.end
@@ -240,7 +240,7 @@ class Following:
     def _is_news(self, journal: ReadJournal) -> bool:
         if journal.pieces:
             return True
-        place = self._places.get(journal.writer, Place())
+        place = self._places.get(journal.writer, JournalPlace())
         known = max(place.generation, 1), place.position
         return journal.problem is None and (journal.start.generation, journal.start.position) != known
 

@@ -201,7 +201,7 @@ class OwnJournal:
 
     def read(self, position: int) -> Iterator[ReadJournal]:
         """All from `position` to the end, some at a time."""
-        place = Place(self.generation, position)
+        place = JournalPlace(self.generation, position)
         while place.position < self.end:
             found = ReadJournal("", place)
             _read_on(self._fd, found, self.end, STEP_BYTES, STEP_ROWS, STAMP_MAX)
@@ -242,7 +242,7 @@ class OwnJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JournalPlace:
     """How far a journal is read: where a frame of this generation begins, and how many bytes of the frame's payload are
     read. More than none are of a large frame only, whose checksum is right.
     """
@@ -259,8 +259,8 @@ class ReadJournal:
     """
 
     writer: str
-    start: Place
-    pieces: list[tuple[Place, list[Record]]] = field(default_factory=list)
+    start: JournalPlace
+    pieces: list[tuple[JournalPlace, list[Record]]] = field(default_factory=list)
     problem: str | None = None
     size: int = 0
     """How long the journal was."""
@@ -271,7 +271,7 @@ class ReadJournal:
     passed_over: PassedOver = field(default_factory=PassedOver)
 
     @property
-    def end(self) -> Place:
+    def end(self) -> JournalPlace:
         """How far it is read now."""
         return self.pieces[-1][0] if self.pieces else self.start
 
@@ -283,7 +283,7 @@ class ReadJournal:
 
 def read_journal(
     folder: Beneath,
-    place: Place,
+    place: JournalPlace,
     budget_bytes: int = STEP_BYTES,
     rows_max: int = STEP_ROWS,
     stamp_max: int = STAMP_MAX,
@@ -324,7 +324,7 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_m
         if found.passed_over.first is not None:
             at, reason = found.passed_over.first
             journal.passed_over.first = position + at, reason
-        journal.pieces = [(Place(generation, position + end), records) for end, records in found.frames]
+        journal.pieces = [(JournalPlace(generation, position + end), records) for end, records in found.frames]
         if found.frames or found.problem or not HEAD.size + PIECE_BYTES < wanted <= size - position:
             return
         payload_bytes, checksum = HEAD.unpack_from(data)
@@ -334,7 +334,7 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_m
             return
         if data[HEAD.size : HEAD.size + 1] != b"[":
             journal.passed_over.note(position, NO_LIST)
-            journal.pieces.append((Place(generation, position + wanted), []))
+            journal.pieces.append((JournalPlace(generation, position + wanted), []))
             return
     _read_inside(fd, journal, budget_bytes, rows_max, stamp_max)
 
@@ -364,9 +364,9 @@ def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, rows_max: int
         journal.passed_over = passed_before
         return
     if is_end and nbytes == len(data):
-        end = Place(journal.start.generation, position + HEAD.size + payload_bytes)
+        end = JournalPlace(journal.start.generation, position + HEAD.size + payload_bytes)
     else:
-        end = Place(journal.start.generation, position, inside + nbytes)
+        end = JournalPlace(journal.start.generation, position, inside + nbytes)
     journal.pieces.append((end, records))
 
 
@@ -387,7 +387,7 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
     if start.position or start.inside:
         with contextlib.suppress(FileNotFoundError):
             fd = _place(folder, start.generation + 1).open(os.O_RDONLY)
-            journal.start = Place(start.generation + 1)
+            journal.start = JournalPlace(start.generation + 1)
             return fd
         with contextlib.suppress(FileNotFoundError):
             fd = _place(folder, start.generation).open(os.O_RDONLY)
@@ -396,7 +396,7 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
             os.close(fd)  # nothing is new, or it is an old one that could not be deleted
     generation = newest(folder) or 1
     if generation != start.generation:
-        journal.start = Place(generation)
+        journal.start = JournalPlace(generation)
     return _place(folder, generation).open(os.O_RDONLY)
 
 
@@ -404,7 +404,7 @@ def named_files(folder: Beneath, stored: Set[str]) -> set[str] | None:
     """The files of `stored` that a writer's journal names; None where some of its records make no sense here, so that
     nobody knows what they name. Raises OSError.
     """
-    found, place = set[str](), Place()
+    found, place = set[str](), JournalPlace()
     while True:
         journal = read_journal(folder, place)
         if journal.passed_over.count:

@@ -25,14 +25,14 @@ class WrongHomeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class DirectoryMembership:
     """`home` names the shared directory, `writer` this server in it."""
 
     home: str
     writer: str
 
 
-def joined(root: Path, local: Path) -> Membership:
+def joined(root: Path, local: Path) -> DirectoryMembership:
     """Join a shared directory, or come back to it. Raises WrongHomeError, OSError."""
     if not root.is_dir():
         raise WrongHomeError(f"{root} is no directory: is the file system mounted?")
@@ -40,12 +40,12 @@ def joined(root: Path, local: Path) -> Membership:
     known = _read(mark)
     if known is None:
         home = _home(root)
-        membership = Membership(home, secrets.token_hex(6))
+        membership = DirectoryMembership(home, secrets.token_hex(6))
         (writers / membership.writer).make_folder()
         local.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(mark, {"home": membership.home, "writer": membership.writer})
         return membership
-    membership = Membership(str(known.get("home")), str(known.get("writer")))
+    membership = DirectoryMembership(str(known.get("home")), str(known.get("writer")))
     if not WRITER.match(membership.writer):
         raise WrongHomeError(f"{mark} cannot be read: use another data directory")
     found = _read(Beneath(root, FORMAT_NAME))

@@ -26,7 +26,7 @@ from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Lande
 from storage_server.delivery.gather.passing import PassingExtent
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.passing_chunk import PassingChunk
-from storage_server.home.fetch.receiving import IntoFile, IntoMemory, Receiver, wrong
+from storage_server.home.fetch.receiving import ChunkReceiver, IntoFile, IntoMemory, wrong
 from storage_server.home.former_keepers import FormerKeepers
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.remote_dram.remote_dram import RemoteDram
@@ -138,7 +138,7 @@ class Ways:
 
         return PassingChunk(self.objects, self.turns, self.io, bucket, info, proof, on_passed).extent
 
-    def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> Receiver:
+    def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> ChunkReceiver:
         """Into memory, if the chunk's size is known and there is room."""
         landed = None if layout is None else self.landing.take(bucket, layout.chunk_bytes)
         if layout is None or landed is None:
@@ -205,7 +205,7 @@ class Fetch:
         self._keeps = keeps
         self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
-        self._receiver: Receiver | None = None
+        self._receiver: ChunkReceiver | None = None
         self._arrival: Arrival | None = None
         self._so_far = b"", 0
         self._proved_bytes = 0
@@ -314,7 +314,7 @@ class Fetch:
             await asyncio.sleep(pause_before_next_s(attempt))
         raise AssertionError("the loop ends by itself")
 
-    async def _ask(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+    async def _ask(self, receiver: ChunkReceiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
         """One request for the rest of a group, from `start` on. Raises _BrokenOffError."""
         last = None if group_end is None else group_end - 1
         condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
@@ -344,7 +344,7 @@ class Fetch:
                 raise _BrokenOffError(error) from error
         return end
 
-    async def _begin(self, info: ObjectInfo, receiver: Receiver) -> bool:
+    async def _begin(self, info: ObjectInfo, receiver: ChunkReceiver) -> bool:
         """Give the chunk its place in a file, and tell those that wait for it. False where there is no room."""
         hashes = BodyHashes(None, sha256=False, md5=self._proof is None and receiver.landed is None)
         receiver.writer = writer = await self._ways.writer(info.nbytes, hashes) if self._keeps else None
@@ -375,7 +375,7 @@ class Fetch:
         if self._arrival.arrived_bytes < end:
             self._arrival.advance(end, words)
 
-    async def _prove(self, info: ObjectInfo, receiver: Receiver) -> None:
+    async def _prove(self, info: ObjectInfo, receiver: ChunkReceiver) -> None:
         """The last bytes are told only when all bytes are proved."""
         assert self._arrival is not None
         words = receiver.words()

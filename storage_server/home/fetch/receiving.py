@@ -32,7 +32,7 @@ Opened = tuple[ReadHead, Proof | None, Awaitable[None]]
 """An answer's head, the proof of the whole object, and what to await for all bytes of the answer."""
 
 
-class Receiver(Protocol):
+class ChunkReceiver(Protocol):
     """One chunk on its way. `writer` is set when the first head has come and the chunk has its place in a file."""
 
     writer: ExtentWriter | None

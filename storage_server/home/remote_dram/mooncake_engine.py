@@ -23,10 +23,10 @@ from typing import Any
 
 from objectcache.adapters.child_process import begun
 from storage_server.home.rules.mooncake_commands import (
-    Answer,
-    Call,
     CallKind,
     Join,
+    MooncakeAnswer,
+    MooncakeCall,
     decode_call,
     decode_join,
     encode_answer,
@@ -40,41 +40,41 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _Areas = Sequence[tuple[int, int]]
 
 
-class Engine:
+class MooncakeEngine:
     """Carries out calls with `store`, a joined MooncakeDistributedStore that knows the memory of `areas`."""
 
     def __init__(self, store: Any, areas: _Areas) -> None:
         self._store = store
         self._areas = areas
 
-    def codes(self, call: Call) -> list[int]:
+    def codes(self, call: MooncakeCall) -> list[int]:
         """Mooncake's code for each key; what GET brought lies in the spans. Raises what its client raises."""
-        carry_out: Callable[[Call], list[int]] = {
+        carry_out: Callable[[MooncakeCall], list[int]] = {
             CallKind.GET: self._get,
             CallKind.PUT: self._put,
             CallKind.REMOVE: self._remove,
         }[call.kind]
         return [int(code) for code in carry_out(call)]
 
-    def _get(self, call: Call) -> list[int]:
+    def _get(self, call: MooncakeCall) -> list[int]:
         addresses, sizes = self._memory(call)
         codes: list[int] = self._store.batch_get_into_multi_buffers(list(call.keys), addresses, sizes)
         if codes[0] in WRONG_SIZE and self._store.get_size(call.keys[0]) not in (-1, sum(sizes[0])):
             return [NOT_FOUND]  # the caller asks for a wrong size, or it is gone by now
         return codes
 
-    def _put(self, call: Call) -> list[int]:
+    def _put(self, call: MooncakeCall) -> list[int]:
         """In the place of what is there."""
         addresses, sizes = self._memory(call)
         self._remove(call)
         codes: list[int] = self._store.batch_put_from_multi_buffers(list(call.keys), addresses, sizes)
         return codes
 
-    def _remove(self, call: Call) -> list[int]:
+    def _remove(self, call: MooncakeCall) -> list[int]:
         codes: list[int] = self._store.batch_remove(list(call.keys), True)
         return codes
 
-    def _memory(self, call: Call) -> tuple[list[list[int]], list[list[int]]]:
+    def _memory(self, call: MooncakeCall) -> tuple[list[list[int]], list[list[int]]]:
         addresses = [self._areas[span.area][0] + span.offset for span in call.spans]
         return [addresses], [[span.nbytes for span in call.spans]]
 
@@ -91,16 +91,16 @@ def joined(join: Join, areas: _Areas) -> Any:
     return store
 
 
-def serve(control: socket.socket, engine: Engine) -> None:
+def serve(control: socket.socket, engine: MooncakeEngine) -> None:
     """Carry out calls until the server closes the socket."""
     threads = {kind: ThreadPoolExecutor(1, kind.value) for kind in CallKind}
     sending = threading.Lock()
 
-    def carry_out(call: Call) -> None:
+    def carry_out(call: MooncakeCall) -> None:
         try:
-            answer = Answer(call.number, tuple(engine.codes(call)))
+            answer = MooncakeAnswer(call.number, tuple(engine.codes(call)))
         except Exception as error:  # whatever it is, the server must know that the call has ended
-            answer = Answer(call.number, (), f"{type(error).__name__}: {error}")
+            answer = MooncakeAnswer(call.number, (), f"{type(error).__name__}: {error}")
         with sending, contextlib.suppress(OSError):
             control.sendall(encode_answer(answer))
 
@@ -121,11 +121,11 @@ def _run(arguments: Sequence[str]) -> None:
             store = joined(join, areas)
             libc.prctl(_PR_SET_PDEATHSIG, 0)
         except (ImportError, OSError, ValueError) as error:
-            control.sendall(encode_answer(Answer(0, (), f"{error}" or type(error).__name__)))
+            control.sendall(encode_answer(MooncakeAnswer(0, (), f"{error}" or type(error).__name__)))
             return
-        control.sendall(encode_answer(Answer(0, ())))
+        control.sendall(encode_answer(MooncakeAnswer(0, ())))
         try:
-            serve(control, Engine(store, areas))
+            serve(control, MooncakeEngine(store, areas))
         finally:
             threading.Timer(LEAVE_WAIT_S, os._exit, (1,)).start()  # calls that hang do not keep this process
             store.close()

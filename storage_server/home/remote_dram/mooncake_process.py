@@ -19,10 +19,10 @@ from objectcache.adapters.threads import to_end
 from storage_server.home.rules.mooncake_commands import (
     ANSWER_BYTES_MAX,
     KEYS_MAX,
-    Answer,
-    Call,
     CallKind,
     Join,
+    MooncakeAnswer,
+    MooncakeCall,
     decode_answer,
     encode_call,
     encode_join,
@@ -164,7 +164,7 @@ class MooncakeProcess:
         if not self.is_running:
             raise ConnectionError("the Mooncake process is not running")
         loop = asyncio.get_running_loop()
-        call = Call(next(self._numbers), kind, keys, area_spans(self._places, spans))
+        call = MooncakeCall(next(self._numbers), kind, keys, area_spans(self._places, spans))
         done = self._waiting[call.number] = loop.create_future()
         too_late = loop.call_later(CALL_WAIT_S, self._kill)
         self._writer.write(encode_call(call))
@@ -192,9 +192,9 @@ class MooncakeProcess:
             _log.warning("the Mooncake process ended with status %d", status)
         self._writer.close()
         for number in list(self._waiting):
-            self._end(Answer(number, (), "the Mooncake process has ended"))
+            self._end(MooncakeAnswer(number, (), "the Mooncake process has ended"))
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: MooncakeAnswer) -> None:
         done = self._waiting.pop(answer.number, None)
         if done is None:
             self._stray_count += 1

@@ -63,7 +63,7 @@ _UNWRITABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ServiceCall:
     """One request as it goes over the wire: `target` is path and query, percent-encoded; header names as they come."""
 
     method: str
@@ -84,14 +84,14 @@ def has_many_entries(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(each, list) and len(each) > HERE_ENTRIES_MAX for entries in documents for each in entries)
 
 
-def call_of(operation: str, parameters: Mapping[str, Any]) -> Call:
+def call_of(operation: str, parameters: Mapping[str, Any]) -> ServiceCall:
     """The request of an operation of the S3 API, by the names of its model. Raises CallerError(InvalidArgument) for
     text that no XML document can have.
     """
     made = _serializer().serialize_to_request(dict(parameters), _model().operation_model(operation))
     query = urlencode({name: _text(value) for name, value in made["query_string"].items()}, quote_via=quote)
     joint = "&" if "?" in made["url_path"] else "?"
-    return Call(
+    return ServiceCall(
         made["method"], made["url_path"] + (joint + query if query else ""), made["headers"], _written(made["body"])
     )
 

@@ -43,7 +43,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MooncakeCall:
     """GET and PUT have one key, whose value lies in `spans`, one after the other; REMOVE has none of them."""
 
     number: int
@@ -53,7 +53,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MooncakeAnswer:
     """Mooncake's code for each key of a call, or, for joining, none; or what went wrong."""
 
     number: int
@@ -71,25 +71,25 @@ def decode_join(line: bytes) -> Join:
     return Join(*json.loads(line))
 
 
-def encode_call(call: Call) -> bytes:
+def encode_call(call: MooncakeCall) -> bytes:
     """One line."""
     spans = [[span.area, span.offset, span.nbytes] for span in call.spans]
     return _line([call.number, call.kind.value, list(call.keys), spans])
 
 
-def decode_call(line: bytes) -> Call:
+def decode_call(line: bytes) -> MooncakeCall:
     """Raises ValueError."""
     number, kind, keys, spans = json.loads(line)
-    return Call(number, CallKind(kind), tuple(keys), tuple(AreaSpan(*span) for span in spans))
+    return MooncakeCall(number, CallKind(kind), tuple(keys), tuple(AreaSpan(*span) for span in spans))
 
 
-def encode_answer(answer: Answer) -> bytes:
+def encode_answer(answer: MooncakeAnswer) -> bytes:
     """One line."""
     problem = None if answer.problem is None else answer.problem[:REASON_CHARACTERS_MAX]
     return _line([answer.number, list(answer.codes), problem])
 
 
-def decode_answer(line: bytes) -> Answer:
+def decode_answer(line: bytes) -> MooncakeAnswer:
     """Raises ValueError for anything that `encode_answer` does not make."""
     try:
         decoded = json.loads(line)
@@ -97,7 +97,7 @@ def decode_answer(line: bytes) -> Answer:
         decoded = None
     match decoded:
         case [int() as number, list() as codes, None | str() as problem] if _are_ints([number, *codes]):
-            return Answer(number, tuple(codes), None if problem is None else problem[:REASON_CHARACTERS_MAX])
+            return MooncakeAnswer(number, tuple(codes), None if problem is None else problem[:REASON_CHARACTERS_MAX])
     raise ValueError("the Mooncake process gave no valid answer")
 
 

@@ -34,7 +34,7 @@ from storage_server.home.rules.documents import HERE_BYTES_MAX, call_of, has_man
 from storage_server.home.rules.headers import etag_of, has_digest, is_md5, require_plain
 from storage_server.home.rules.refusals import is_about, refusal, unreachable
 from storage_server.home.s3.answers import BROKEN_OFF, document_of, error_document_of, head_in_time
-from storage_server.home.s3.places import Places
+from storage_server.home.s3.places import RequestPlaces
 from storage_server.home.s3.sent_body import SentBody, checked_if_small
 from storage_server.settings import UpstreamSettings
 
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServiceAnswer:
     """An answer's head, with lower-case names, and its body while the request is open."""
 
     status: int
@@ -81,7 +81,7 @@ class Upstream:
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
         self._documents = CallerTurns(1)
-        self._places = Places(settings.connections_max, settings.uploads_max, settings.read_timeout_s)
+        self._places = RequestPlaces(settings.connections_max, settings.uploads_max, settings.read_timeout_s)
         self.failed_count = 0
         """How many requests the service did not answer, or was too busy for."""
 
@@ -99,7 +99,7 @@ class Upstream:
         )
         is_tls = settings.endpoint.startswith("https:")
         trusted = await asyncio.to_thread(client_context) if is_tls else True
-        # `Places` are fewer: a request that tries whether the service is well needs none
+        # `RequestPlaces` are fewer: a request that tries whether the service is well needs none
         connector = aiohttp.TCPConnector(limit=settings.connections_max + 1, ssl=trusted)
         self._session = careful_session(
             connector,
@@ -236,7 +236,7 @@ class Upstream:
     @asynccontextmanager
     async def _answer(
         self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody, *, has_body: bool = False
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[ServiceAnswer]:
         """`has_body` says that the bytes of an object go there, or come back."""
         sent = body if isinstance(body, SentBody) else None
         async with (
@@ -244,7 +244,7 @@ class Upstream:
             await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response,
         ):
             lower = {name.lower(): value for name, value in response.headers.items()}
-            yield Answer(response.status, lower, response.content)
+            yield ServiceAnswer(response.status, lower, response.content)
 
     async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
         """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may

@@ -12,7 +12,7 @@ from objectcache.adapters.caller import CallerTurns
 _FULL = "this access key has as many requests under way at the upstream store as it may have"
 
 
-class Places:
+class RequestPlaces:
     """Up to `places_max` requests are under way, and of one access key half of them. A quarter is kept for requests
     that end soon: those with a caller's body, and reads of objects, take as long as the caller likes. At least
     `uploads_max` bodies of one caller are under way, since the server's own uploads are a caller's. A request waits for

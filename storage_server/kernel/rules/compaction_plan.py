@@ -64,7 +64,7 @@ class LiveExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ExtentMove:
     """An extent's bytes, and their offset in the new segment."""
 
     source: Extent
@@ -79,7 +79,7 @@ class Move:
 class CopyStep:
     """Bytes [start, start + nbytes) of a moved extent."""
 
-    move: Move
+    move: ExtentMove
     start: int
     nbytes: int
 
@@ -106,17 +106,17 @@ def is_candidate(use: SegmentUse, rules: Rules) -> bool:
     return _fits([use], rules) and (rules.is_sparse(use) or rules.is_small(use))
 
 
-def layout(live: Iterable[LiveExtent]) -> list[Move]:
+def layout(live: Iterable[LiveExtent]) -> list[ExtentMove]:
     """The new location of every extent, one after the other in the order that the module's head gives."""
     moves = []
     offset = 0
     for each in sorted(live, key=_order):
-        moves.append(Move(each.extent, offset))
+        moves.append(ExtentMove(each.extent, offset))
         offset += aligned(each.extent.nbytes)
     return moves
 
 
-def steps(moves: Iterable[Move], bytes_max: int) -> list[list[CopyStep]]:
+def steps(moves: Iterable[ExtentMove], bytes_max: int) -> list[list[CopyStep]]:
     """The bytes of all moves in order, in steps of up to `bytes_max`, cut at checksum blocks."""
     made: list[list[CopyStep]] = []
     space_bytes = 0

@@ -38,7 +38,7 @@ from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.rules.compaction_plan import (
     CopyStep,
-    Move,
+    ExtentMove,
     Rules,
     SegmentUse,
     is_candidate,
@@ -70,7 +70,7 @@ class Damaged:
 
 
 @dataclass(slots=True)
-class Tally:
+class CompactionTally:
     """The result of a compaction run."""
 
     segments_read: int = 0
@@ -148,13 +148,15 @@ class Compactor:
                 if tally.segments_read:
                     _log.info("%d segments became %d", tally.segments_read, tally.segments_written)
 
-    async def compact(self, bytes_per_s: float = math.inf, on_job: Callable[[Tally], None] | None = None) -> Tally:
+    async def compact(
+        self, bytes_per_s: float = math.inf, on_job: Callable[[CompactionTally], None] | None = None
+    ) -> CompactionTally:
         """Compact until no worthwhile segment is left, at `bytes_per_s` for each of reading, writing and reading back.
         `on_job` is called with the tally after each group of segments.
 
         Raises ServerError (InsufficientStorage, InternalError, SlowDown); the job that was under way is undone.
         """
-        tally = Tally()
+        tally = CompactionTally()
         is_done = False
         while not is_done:
             before = tally.progress
@@ -222,7 +224,7 @@ class Compactor:
             sized.append(SegmentUse(use.file_id, nbytes, *counts))
         return sized
 
-    async def _rewrite(self, file_ids: Sequence[str], tally: Tally, bytes_per_s: float) -> None:
+    async def _rewrite(self, file_ids: Sequence[str], tally: CompactionTally, bytes_per_s: float) -> None:
         """Carry out one job. Damage of a source goes to the tally; a failure of the disk is raised."""
         async with self._pinned(file_ids) as are_there:
             if not are_there:
@@ -266,7 +268,7 @@ class Compactor:
             if are_there:  # unpinning may delete a large file, which takes a while
                 await self._io.run(partial(self._files.unpin, file_ids))
 
-    async def _copy(self, moves: Sequence[Move], target: WriteFile, bytes_per_s: float) -> Damaged | None:
+    async def _copy(self, moves: Sequence[ExtentMove], target: WriteFile, bytes_per_s: float) -> Damaged | None:
         """Copy the bytes of every move; on return they are on the disk. Returns the source that failed
         its checksums.
         """
@@ -300,7 +302,7 @@ class Compactor:
         target.sync()
         self._disk.drop_cached(target.fd)
 
-    async def _prove(self, moves: Sequence[Move], file_id: str, bytes_per_s: float) -> None:
+    async def _prove(self, moves: Sequence[ExtentMove], file_id: str, bytes_per_s: float) -> None:
         """Read the new file back. Raises ServerError(InternalError) where its bytes fail the checksums."""
         buffer = memoryview(bytearray(STEP_BYTES))
         for spans in steps(moves, STEP_BYTES):
@@ -316,7 +318,7 @@ class Compactor:
                     ErrorCode.INTERNAL_ERROR, f"a new segment does not read as it was written: {error}", retryable=True
                 ) from error
 
-    def _require_space(self, moves: Sequence[Move]) -> None:
+    def _require_space(self, moves: Sequence[ExtentMove]) -> None:
         last = moves[-1]
         needed = last.offset + last.source.nbytes + ROOM_BYTES_MIN
         if self._disk.free_bytes(self._directory) < needed:

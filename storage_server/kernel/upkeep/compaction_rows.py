@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage_server.kernel.index.transaction import Transaction
-from storage_server.kernel.rules.compaction_plan import LiveExtent, Move
+from storage_server.kernel.rules.compaction_plan import ExtentMove, LiveExtent
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 
 _NEXT_FILE = "SELECT min(file_id) FROM extents WHERE file_id > ?"
@@ -63,7 +63,7 @@ def live_extents(db: sqlite3.Connection, file_ids: Collection[str]) -> list[Live
     ]
 
 
-def move_rows(tx: Transaction, file_id: str, moves: Sequence[Move]) -> int:
+def move_rows(tx: Transaction, file_id: str, moves: Sequence[ExtentMove]) -> int:
     """Make every row that still names a moved extent name its copy in `file_id`; returns how many rows did.
 
     A location names the same bytes for ever. So the rows there are now are right, whatever became of objects meanwhile:

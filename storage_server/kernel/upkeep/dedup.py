@@ -35,7 +35,7 @@ from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.rules.rows import Committed
 from storage_server.kernel.upkeep.dedup_rows import (
-    Stored,
+    StoredBytes,
     Version,
     has_unknown,
     new_extents,
@@ -93,7 +93,7 @@ class Deduplicator:
         """The last version at the last look, and the last that was written down as looked at."""
         self._mark_due_at = 0.0
         self._count_due_at = 0.0
-        self.stored = Stored()
+        self.stored = StoredBytes()
         """The bytes of all extents, as they were COUNT_INTERVAL_S ago, or longer in a large store."""
         self.shared_count = 0
         """Extents that were given up for older ones since the start."""

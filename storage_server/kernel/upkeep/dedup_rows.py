@@ -38,7 +38,7 @@ class NewExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NewExtents:
     """The new extents of some versions. Versions that are `unsynced` may not have reached the disk; those `left` have
     more extents than one look takes.
     """
@@ -57,7 +57,7 @@ class Duplicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBytes:
     """The bytes that all extents would take if each had a location of its own, and those that their locations take."""
 
     named_bytes: int = 0
@@ -109,11 +109,11 @@ def unknown_versions(
     return found, rows[-1][:2] if rows else None
 
 
-def new_extents(db: sqlite3.Connection, versions: Sequence[Version], dedup: Dedup) -> Found:
+def new_extents(db: sqlite3.Connection, versions: Sequence[Version], dedup: Dedup) -> NewExtents:
     """The extents of these versions that have no content id yet, up to EXTENTS_AT_ONCE or CHECKSUM_BYTES_AT_ONCE. A
     bucket without an owner, as in front of another service, is a scope of its own.
     """
-    found = Found([], [], [])
+    found = NewExtents([], [], [])
     checksum_bytes = 0
     scopes: dict[str, str] = {}
     columns = f"part_number, synced, {EXTENT_COLUMNS}"
@@ -186,11 +186,11 @@ def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Duplic
     return shared_count, shared_bytes
 
 
-def stored_bytes(db: sqlite3.Connection) -> Stored:
+def stored_bytes(db: sqlite3.Connection) -> StoredBytes:
     """The bytes of all extents, with and without their copies."""
     locations = "SELECT nbytes, count(*) AS uses FROM extents WHERE file_id <> '' GROUP BY file_id, file_offset, nbytes"
     row = db.execute(f"SELECT coalesce(sum(nbytes * uses), 0), coalesce(sum(nbytes), 0) FROM ({locations})").fetchone()
-    return Stored(*row)
+    return StoredBytes(*row)
 
 
 def location_of(extent: Extent) -> tuple[str, int, int]:

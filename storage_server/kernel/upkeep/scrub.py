@@ -30,7 +30,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedExtent:
     """An extent that was read. `damage` is None when it is sound."""
 
     nbytes: int
@@ -57,7 +57,7 @@ def stored_bytes(directory: Path) -> tuple[int, int]:
     return count, nbytes
 
 
-def scrub(directory: Path) -> Iterator[Checked]:
+def scrub(directory: Path) -> Iterator[CheckedExtent]:
     """Read every extent. A server may use the store meanwhile: an extent that was deleted or moved is
     looked up again.
     """
@@ -69,14 +69,14 @@ def scrub(directory: Path) -> Iterator[Checked]:
         files.close()
 
 
-def _check(directory: Path, files: FilesBeside, row: _Row) -> Checked:
+def _check(directory: Path, files: FilesBeside, row: _Row) -> CheckedExtent:
     """Read one extent. A failure counts as damage only if the index still names the extent at this location."""
     found: _Row | None = row
     reason = ""
     start = 0
     for _ in range(REREADS_MAX):
         if found is None:
-            return Checked(row.extent.nbytes, None)
+            return CheckedExtent(row.extent.nbytes, None)
         if not files.pin([found.extent.file_id]):
             reason, start = "its file is missing", 0
         else:
@@ -85,7 +85,7 @@ def _check(directory: Path, files: FilesBeside, row: _Row) -> Checked:
             finally:
                 files.unpin([found.extent.file_id])
             if problem is None:
-                return Checked(row.extent.nbytes, None)
+                return CheckedExtent(row.extent.nbytes, None)
             start, reason = problem
         again = _row(directory, row.extent_id)
         if again == found:
@@ -100,7 +100,7 @@ def _check(directory: Path, files: FilesBeside, row: _Row) -> Checked:
         extent.object_offset + min(extent.nbytes, start + PIECE_BYTES),
         reason,
     )
-    return Checked(extent.nbytes, damage)
+    return CheckedExtent(extent.nbytes, damage)
 
 
 def _first_bad(files: FilesBeside, extent: Extent) -> tuple[int, str] | None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from descriptors.cluster import MEMBERS_MAX, Member, member_fields
-from objectcache.adapters.etcd import Change, Entry, EtcdError, Found, LongAnswerError, parsed_answer
+from objectcache.adapters.etcd import EtcdChange, EtcdEntry, EtcdError, EtcdRange, ManyValuesError, parsed_answer
 from objectcache.adapters.etcd_membership import EtcdMembership
 from tests.support.waiting import settled
 from tests.unit.played_time import PlayedTime
@@ -21,20 +21,20 @@ def value(name: str) -> bytes:
     return json.dumps(member_fields(Member(name, f"http://{name}:1"))).encode()
 
 
-def found(revision: int, *names: str) -> Found:
-    return Found(7, revision, tuple(Entry(f"{PREFIX}{name}", value(name), revision) for name in names))
+def found(revision: int, *names: str) -> EtcdRange:
+    return EtcdRange(7, revision, tuple(EtcdEntry(f"{PREFIX}{name}", value(name), revision) for name in names))
 
 
-def joins(revision: int, name: str) -> Change:
-    return Change(f"{PREFIX}{name}", value(name), revision)
+def joins(revision: int, name: str) -> EtcdChange:
+    return EtcdChange(f"{PREFIX}{name}", value(name), revision)
 
 
 class PlayedEtcd:
     """Answers ranges in order, the last one again and again; a watch tells what the test puts into `changes`."""
 
-    def __init__(self, *ranges: Found) -> None:
+    def __init__(self, *ranges: EtcdRange) -> None:
         self.ranges = list(ranges)
-        self.changes: asyncio.Queue[list[Change] | None] = asyncio.Queue()
+        self.changes: asyncio.Queue[list[EtcdChange] | None] = asyncio.Queue()
         self.refusal = EtcdError("the watch ended")
         """The error with which a watch ends."""
         self.watched_from: list[int] = []
@@ -48,13 +48,13 @@ class PlayedEtcd:
 
     async def create(self, key: str, value: bytes, lease: int = 0) -> None: ...
 
-    async def range(self, prefix: str) -> Found:
+    async def range(self, prefix: str) -> EtcdRange:
         self.range_count += 1
         answer = self.ranges.pop(0) if len(self.ranges) > 1 else self.ranges[0]
         await self.may_answer.wait()
         return answer
 
-    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[EtcdChange]]:
         self.watched_from.append(revision)
         while (changes := await self.changes.get()) is not None:
             yield changes
@@ -68,7 +68,7 @@ async def joined(etcd: PlayedEtcd) -> EtcdMembership:
     return membership
 
 
-async def told(etcd: PlayedEtcd, changes: list[Change] | None) -> None:
+async def told(etcd: PlayedEtcd, changes: list[EtcdChange] | None) -> None:
     etcd.changes.put_nowait(changes)
     await PlayedTime.passes(5.0)  # a watch that has ended begins again after a pause
 
@@ -160,12 +160,12 @@ async def test_many_that_look_for_a_later_view_share_what_etcd_is_asked() -> Non
 
 async def test_an_entry_below_a_member_is_none_whether_it_was_read_or_watched() -> None:
     """Two servers must not have two views of one number."""
-    nested = Entry(f"{PREFIX}x/b", value("b"), 2)
-    read = Found(7, 3, (*found(3, "a").entries, nested))
+    nested = EtcdEntry(f"{PREFIX}x/b", value("b"), 2)
+    read = EtcdRange(7, 3, (*found(3, "a").entries, nested))
     etcd = PlayedEtcd(read)
     membership = await joined(etcd)
     assert names(membership) == "a"
-    await told(etcd, [Change(f"{PREFIX}x/c", value("c"), 4)])
+    await told(etcd, [EtcdChange(f"{PREFIX}x/c", value("c"), 4)])
     assert names(membership) == "a"
     await membership.close()
 
@@ -175,7 +175,7 @@ async def test_changes_that_are_too_many_to_be_told_are_read() -> None:
     etcd = PlayedEtcd(found(3, "a"), found(9, "a", "b"))
     membership = await joined(etcd)
     changed = membership.changed_at
-    etcd.refusal = LongAnswerError("played")
+    etcd.refusal = ManyValuesError("played")
     await told(etcd, None)
     assert (names(membership), membership.changed_at) == ("ab", 9)
     assert membership.changed_at > changed

@@ -17,7 +17,7 @@ from fuzz.targets import TARGETS, TRAILER, decode_in_steps
 from gateway.s3.aws_chunked import CHUNK_HEADER_BYTES_MAX, TRAILER_BYTES_MAX, ChunkedDecoder
 from gateway.s3.payload_form import PayloadForm
 from gateway.s3.request import parse_range
-from objectcache.adapters.deadlines import ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.deadlines import ConnectionVerdict, ConnectionWatch, Deadlines
 from tests.support.mutations import mutations
 
 UNSIGNED = PayloadForm.UNSIGNED_CHUNKS_TRAILER
@@ -90,4 +90,4 @@ def test_a_connections_watch_is_late_exactly_when_a_begun_head_is(pieces: list[b
         watch.received(piece, 0.0)
     sent = b"".join(pieces)
     is_late = bool(sent) and b"\r\n\r\n" not in sent and wait_s >= 30
-    assert watch.verdict(0, wait_s) is (Verdict.HEAD_LATE if is_late else Verdict.KEEP)
+    assert watch.verdict(0, wait_s) is (ConnectionVerdict.HEAD_LATE if is_late else ConnectionVerdict.KEEP)

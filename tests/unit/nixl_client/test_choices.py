@@ -31,8 +31,10 @@ def test_what_there_is_not_is_refused_with_what_there_is(kind: type, name: str, 
         assert enum_member(kind, member.value, name) is enum_member(kind, member, name) is member
 
 
-@pytest.mark.parametrize("options", [vllm.Options, lmcache.Options])
-def test_sizes_of_a_connector_may_be_written_with_a_unit(options: type[vllm.Options | lmcache.Options]) -> None:
+@pytest.mark.parametrize("options", [vllm.VllmOptions, lmcache.LMCacheOptions])
+def test_sizes_of_a_connector_may_be_written_with_a_unit(
+    options: type[vllm.VllmOptions | lmcache.LMCacheOptions],
+) -> None:
     """JSON has no other way to say 256 MiB, and YAML reads 1e9 as text or as a float."""
     where = {"endpoint": "http://here", "bucket": "kv"}
     for written, nbytes in (("256MiB", 256 << 20), ("1e9", 10**9), (1e9, 10**9), (4096, 4096)):

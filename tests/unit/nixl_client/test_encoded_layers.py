@@ -16,7 +16,7 @@ from descriptors.descriptor import EXTENDED_VERSION, Accept, Descriptor
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layer_forms import EXACT, FormRun, LayerForms
 from descriptors.notices import Admitted, Done, Forms, LayerReady, Mode, Notice
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.fetch.decoding import PlacedLayers, checked_forms, is_too_new, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.lossy import Lossy, accept_of
@@ -230,8 +230,8 @@ def test_readers_say_how_much_loss_they_take() -> None:
 
 def test_the_engines_options_have_the_loss_off_by_default() -> None:
     base = {"endpoint": "http://127.0.0.1:1", "bucket": "b"}
-    assert Options.of(base).lossy is Lossy.OFF
-    assert Options.of({**base, "lossy": 0.1}).lossy is Lossy.BOUNDED
+    assert VllmOptions.of(base).lossy is Lossy.OFF
+    assert VllmOptions.of({**base, "lossy": 0.1}).lossy is Lossy.BOUNDED
     for wrong in ({"lossy": "yes"}, {"lossy": -1.0}):
         with pytest.raises(ValueError, match=r"lossy|max_error"):
-            Options.of({**base, **wrong})
+            VllmOptions.of({**base, **wrong})

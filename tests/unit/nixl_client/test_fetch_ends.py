@@ -27,7 +27,7 @@ from descriptors.storage_api import Grant
 from nixl_client.fetch import one_sided
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.fetch.one_sided import OneSidedFetches
-from nixl_client.session.signed_http import Answer, parse_error
+from nixl_client.session.signed_http import SignedAnswer, parse_error
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
@@ -86,7 +86,7 @@ class ProxiedHttp(PlayedHttp):
         if method == "POST" and self.asked.count("POST") == 1:
             raise parse_error(504, b"<html>gateway timeout</html>")
         headers = {MODE_HEADER: "layer-major", CHUNKS_HEADER: "2", RDMA_BYTES_HEADER: "4000"}
-        return Answer(headers, b"") if method == "POST" else None
+        return SignedAnswer(headers, b"") if method == "POST" else None
 
 
 class QuietReceiver:

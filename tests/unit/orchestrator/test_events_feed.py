@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, EventsFeed, Turns
+from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, EventsFeed, FeedTurns
 from objectcache.orchestrator.rules.kv_events import Batch, BlockStored, Event, block_count_of
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings
@@ -25,7 +25,7 @@ def test_a_subscriber_that_is_bound_needs_a_secret(topic: str) -> None:
 
 async def test_many_feeds_stop_the_loop_no_longer_at_once_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worked for its millisecond in every turn of the loop: an engine with 32 ranks had half a second of each."""
-    index, turns, names = PrefixIndex(), Turns(), [f"a#{rank}" for rank in range(8)]
+    index, turns, names = PrefixIndex(), FeedTurns(), [f"a#{rank}" for rank in range(8)]
     taken, most = 0, 0
     apply = index.apply
 

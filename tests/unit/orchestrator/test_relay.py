@@ -10,7 +10,7 @@ from aiohttp import web
 
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.orchestrator import relay
-from objectcache.orchestrator.relay import Held, Relay, SlowReaderError
+from objectcache.orchestrator.relay import HeldBytes, Relay, SlowReaderError
 from tests.support.waiting import settled
 
 
@@ -33,7 +33,7 @@ class Client:
             raise self.problem
 
 
-def relay_to(client: Client, held: Held) -> Relay:
+def relay_to(client: Client, held: HeldBytes) -> Relay:
     return Relay(cast(web.StreamResponse, client), cast(web.BaseRequest, client), held)
 
 
@@ -43,7 +43,7 @@ def budget() -> DocumentBudget:
 
 
 async def test_pieces_wait_for_a_slow_client_and_come_in_order(budget: DocumentBudget) -> None:
-    client, held = Client(), Held(budget, "a")
+    client, held = Client(), HeldBytes(budget, "a")
     made = relay_to(client, held)
     pieces = [b"%d" % at for at in range(100)]
     for piece in pieces:
@@ -64,7 +64,7 @@ async def test_no_more_is_held_than_the_tenant_may_have(
     budget: DocumentBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Client(), Client()
-    one, other = relay_to(first, Held(budget, "a")), relay_to(second, Held(budget, "a"))
+    one, other = relay_to(first, HeldBytes(budget, "a")), relay_to(second, HeldBytes(budget, "a"))
     await one.write(b"1" * 900)
     writing = asyncio.create_task(one.write(b"2" * 200))
     await settled()
@@ -83,7 +83,7 @@ async def test_no_more_is_held_than_the_tenant_may_have(
 
 async def test_a_client_that_is_gone_is_told_with_the_next_piece(budget: DocumentBudget) -> None:
     client = Client()
-    made = relay_to(client, Held(budget, "a"))
+    made = relay_to(client, HeldBytes(budget, "a"))
     await made.write(b"1")
     client.problem = ConnectionResetError()
     client.reads.set()

@@ -16,7 +16,7 @@ from descriptors.recompute import Advice, AdviceRequest, Choice, DeliveryCosts, 
 from nixl_client.client import Client
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from objectcache.orchestrator.rules.engine_metrics import Published
-from objectcache.orchestrator.rules.prediction import Stored
+from objectcache.orchestrator.rules.prediction import StoredPrefix
 from objectcache.orchestrator.settings import StoreSettings
 from objectcache.orchestrator.store_lookups import (
     ENDPOINTS_MAX,
@@ -174,10 +174,10 @@ async def test_an_engines_costs_decide_no_lookup_of_others(monkeypatch: pytest.M
 async def test_a_store_that_fails_takes_no_other_store_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may publish an endpoint where nobody is, or none that can be one."""
 
-    def look_up(self: StoreLookups, store: object, published: Published, *_: object) -> Stored:
+    def look_up(self: StoreLookups, store: object, published: Published, *_: object) -> StoredPrefix:
         if published.endpoint.endswith(":1"):
             raise ConnectionRefusedError("nobody is there")
-        return Stored(2, published.layout)
+        return StoredPrefix(2, published.layout)
 
     monkeypatch.setattr(StoreLookups, "_look_up", look_up)
     store, good = lookups(60.0), replace(published(), endpoint="http://127.0.0.1:2")

@@ -43,7 +43,7 @@ class Notify:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WriteGroup:
     """The group of payloads that a write belongs to. The peer gets `notice` when the write that `is_last` of the group
     has been posted, all writes of the group have ended well, and no write of the flight has failed.
     """
@@ -55,13 +55,13 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteSpans:
     """Write areas' spans, one after the other, into the peer's memory, one target after the other."""
 
     name: str
     spans: tuple[AreaSpan, ...]
     targets: tuple[Memory, ...]
-    group: Group | None = None
+    group: WriteGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class EndFlight:
     flight: int
 
 
-Command = AddPeer | RemovePeer | Notify | Write | Read | EndFlight
+Command = AddPeer | RemovePeer | Notify | WriteSpans | Read | EndFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def encode_command(number: int, command: Command) -> bytes:
             fields = ["remove", name]
         case Notify(name, message):
             fields = ["notify", name, message.hex()]
-        case Write(name, spans, targets, group):
+        case WriteSpans(name, spans, targets, group):
             wanted = [_memory(target) for target in targets]
             fields = ["write", name, [_area_span(span) for span in spans], wanted, _group(group)]
         case Read(name, sources, span):
@@ -127,9 +127,9 @@ def decode_command(line: bytes) -> tuple[int, Command]:
         case "notify", [name, message]:
             return number, Notify(name, bytes.fromhex(message))
         case "write", [name, spans, targets, group]:
-            belongs = None if group is None else Group(group[0], group[1], group[2], bytes.fromhex(group[3]))
+            belongs = None if group is None else WriteGroup(group[0], group[1], group[2], bytes.fromhex(group[3]))
             places = tuple(AreaSpan(*span) for span in spans)
-            return number, Write(name, places, tuple(Memory(*target) for target in targets), belongs)
+            return number, WriteSpans(name, places, tuple(Memory(*target) for target in targets), belongs)
         case "read", [name, sources, span]:
             return number, Read(name, tuple(Memory(*source) for source in sources), AreaSpan(*span))
         case "end", [flight]:
@@ -165,5 +165,5 @@ def _area_span(span: AreaSpan) -> list[int]:
     return [span.area, span.offset, span.nbytes]
 
 
-def _group(group: Group | None) -> list[Any] | None:
+def _group(group: WriteGroup | None) -> list[Any] | None:
     return None if group is None else [group.flight, group.index, group.is_last, group.notice.hex()]

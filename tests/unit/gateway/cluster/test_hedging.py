@@ -15,7 +15,7 @@ from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryStart, Grant
 from gateway.cluster import body_delivery, memory
 from gateway.cluster import members as members_module
-from gateway.cluster.hedging import EXTRA_FRACTION, IN_FLIGHT_BYTES, KEPT, LEAST, LIMIT_S_MIN, Hedging, Step
+from gateway.cluster.hedging import EXTRA_FRACTION, IN_FLIGHT_BYTES, KEPT, LEAST, LIMIT_S_MIN, HedgeStep, Hedging
 from gateway.cluster.members import Members
 from gateway.cluster.prefixes import ClusterPrefixes
 from tests.support.chunks import LAYOUT, make_chunks
@@ -38,18 +38,18 @@ async def played_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_slow_before_enough_waits_are_known() -> None:
     hedging = Hedging()
     for _ in range(LEAST - 1):
-        hedging.waited(Step.WINDOW, 0.5)
-    assert hedging.limit_s(Step.WINDOW) is None
-    hedging.waited(Step.WINDOW, 0.5)
-    assert hedging.limit_s(Step.WINDOW) == 1.0
-    assert hedging.limit_s(Step.BEGIN) is None
+        hedging.waited(HedgeStep.WINDOW, 0.5)
+    assert hedging.limit_s(HedgeStep.WINDOW) is None
+    hedging.waited(HedgeStep.WINDOW, 0.5)
+    assert hedging.limit_s(HedgeStep.WINDOW) == 1.0
+    assert hedging.limit_s(HedgeStep.BEGIN) is None
 
 
 def test_the_limit_follows_the_waits_of_late() -> None:
     hedging = Hedging()
     for wait_s in [0.2] * KEPT + [0.001] * (2 * KEPT):
-        hedging.waited(Step.WINDOW, wait_s)
-    assert hedging.limit_s(Step.WINDOW) == LIMIT_S_MIN
+        hedging.waited(HedgeStep.WINDOW, wait_s)
+    assert hedging.limit_s(HedgeStep.WINDOW) == LIMIT_S_MIN
 
 
 def test_hedges_cost_a_small_fraction_of_what_was_delivered() -> None:
@@ -153,7 +153,7 @@ class Bed:
         self.members = Members(PlayedMembership(*members), self.storages.__getitem__)  # type: ignore[arg-type]
         self.hedging = self.members.hedging
         for _ in range(LEAST):
-            for step in Step:
+            for step in HedgeStep:
                 self.hedging.waited(step, 0.001)
         self.hedging.delivered(10**9)
 

@@ -12,7 +12,7 @@ from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Grant
-from gateway.cluster.hedging import LEAST, LIMIT_S_MIN, Hedging, Step
+from gateway.cluster.hedging import LEAST, LIMIT_S_MIN, HedgeStep, Hedging
 from gateway.cluster.members import Members
 from gateway.cluster.memory import MemoryDelivery
 from tests.support.chunks import LAYOUT, make_chunks
@@ -72,7 +72,7 @@ class Bed:
         self.members = Members(PlayedMembership(*members), self.storages.__getitem__)  # type: ignore[arg-type]
         self.hedging = self.members.hedging
         for _ in range(LEAST):
-            self.hedging.waited(Step.PORTION, 0.001, 1_000_000)
+            self.hedging.waited(HedgeStep.PORTION, 0.001, 1_000_000)
         self.hedging.delivered(10**10)
 
     def slow(self) -> tuple[Member, PlayedMember]:
@@ -178,8 +178,8 @@ async def test_a_delivery_that_is_cancelled_stops_both() -> None:
 def test_large_portions_may_take_longer() -> None:
     hedging = Hedging()
     for _ in range(LEAST):
-        hedging.waited(Step.PORTION, 0.1, 99 << 20)
-    small, large = hedging.limit_s(Step.PORTION, 1 << 20), hedging.limit_s(Step.PORTION, 999 << 20)
+        hedging.waited(HedgeStep.PORTION, 0.1, 99 << 20)
+    small, large = hedging.limit_s(HedgeStep.PORTION, 1 << 20), hedging.limit_s(HedgeStep.PORTION, 999 << 20)
     assert small == LIMIT_S_MIN
     assert large == pytest.approx(2.0)
 
@@ -218,7 +218,7 @@ async def test_portions_that_links_make_wait_are_no_slow_ones() -> None:
     bed = Bed(A, B, C)
     for storage in bed.storages.values():
         storage.wait_s = 5.0
-    before = bed.hedging.limit_s(Step.PORTION)
+    before = bed.hedging.limit_s(HedgeStep.PORTION)
     assert (await bed.delivered()).given_up == ()
     _, slow = bed.slow()
     delivering = asyncio.ensure_future(bed.delivered())
@@ -226,4 +226,4 @@ async def test_portions_that_links_make_wait_are_no_slow_ones() -> None:
     slow.may_go_on.set()
     await delivering
     assert bed.hedging.hedge_count == 0
-    assert bed.hedging.limit_s(Step.PORTION) == before
+    assert bed.hedging.limit_s(HedgeStep.PORTION) == before

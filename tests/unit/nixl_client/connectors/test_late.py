@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.recompute import PrefillCosts
-from nixl_client.connectors.late import RECHECK_MIN_S, Progress, Tail, judge, pace_s
+from nixl_client.connectors.late import RECHECK_MIN_S, LoadProgress, Tail, judge, pace_s
 
 COSTS = PrefillCosts(token_us=1000.0)
 TAIL = Tail(0, 1000, 10, 100)
@@ -23,7 +23,7 @@ def test_what_recomputing_costs_falls_to_nothing_but_the_step() -> None:
 
 
 def test_a_load_at_its_pace_is_gone_on_with() -> None:
-    verdict = judge(Progress(32, 20, 0.01, 0.005), TAIL, COSTS)
+    verdict = judge(LoadProgress(32, 20, 0.01, 0.005), TAIL, COSTS)
     assert verdict.chunk_count == 100
     assert verdict.recheck_s > 0.1
 
@@ -31,7 +31,7 @@ def test_a_load_at_its_pace_is_gone_on_with() -> None:
 def test_a_silence_is_borne_about_as_long_as_recomputing_takes() -> None:
     """Nothing has come, nothing is known: at most GAIN_MIN more is waited than computing costs."""
     waited_s, recheck_s = 0.0, 0.0
-    while (verdict := judge(Progress(32, 32, 0.0, waited_s), TAIL, COSTS)).chunk_count == 100:
+    while (verdict := judge(LoadProgress(32, 32, 0.0, waited_s), TAIL, COSTS)).chunk_count == 100:
         recheck_s = verdict.recheck_s
         waited_s += recheck_s
     assert verdict.chunk_count == 0
@@ -39,7 +39,7 @@ def test_a_silence_is_borne_about_as_long_as_recomputing_takes() -> None:
 
 
 def test_a_pace_that_is_too_slow_is_given_up_at_once() -> None:
-    assert judge(Progress(32, 30, 10.0, 0.0), TAIL, COSTS).chunk_count == 0
+    assert judge(LoadProgress(32, 30, 10.0, 0.0), TAIL, COSTS).chunk_count == 0
 
 
 def test_of_a_slow_load_the_part_is_kept_that_is_soonest() -> None:
@@ -47,7 +47,7 @@ def test_of_a_slow_load_the_part_is_kept_that_is_soonest() -> None:
     fetched again from the first layer on.
     """
     dear = PrefillCosts(token_us=0.0, token_pair_us=4.0)  # two seconds of computing
-    verdict = judge(Progress(4, 4, 0.7, 0.0), TAIL, dear)
+    verdict = judge(LoadProgress(4, 4, 0.7, 0.0), TAIL, dear)
     assert 0 <= verdict.chunk_count < 100
     best_s = 4 * 0.7 * verdict.chunk_count / 100 + TAIL.recompute_s(dear)[verdict.chunk_count]
     for count in range(100):
@@ -56,8 +56,8 @@ def test_of_a_slow_load_the_part_is_kept_that_is_soonest() -> None:
 
 def test_what_the_step_computes_anyway_hides_a_load() -> None:
     """Layers that come no later than they are computed cost nobody anything."""
-    assert judge(Progress(32, 32, 0.1, 0.0), TAIL, COSTS, layer_compute_s=0.1).chunk_count == 100
-    assert judge(Progress(32, 32, 0.1, 0.0), TAIL, COSTS, layer_compute_s=0.0).chunk_count < 100
+    assert judge(LoadProgress(32, 32, 0.1, 0.0), TAIL, COSTS, layer_compute_s=0.1).chunk_count == 100
+    assert judge(LoadProgress(32, 32, 0.1, 0.0), TAIL, COSTS, layer_compute_s=0.0).chunk_count < 100
 
 
 @given(
@@ -72,7 +72,7 @@ def test_what_the_step_computes_anyway_hides_a_load() -> None:
 def test_nothing_is_given_up_that_would_not_be_sooner(
     layers: int, left: float, pace: float, silent: float, compute: float, token_us: float, chunks: int
 ) -> None:
-    progress = Progress(layers, max(1, round(left * layers)), pace, silent)
+    progress = LoadProgress(layers, max(1, round(left * layers)), pace, silent)
     tail, costs = Tail(5, 16 * chunks, 16, chunks), PrefillCosts(token_us, 0.01)
     verdict = judge(progress, tail, costs, compute)
     forward_s = progress.layers_left * compute

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from objectcache.orchestrator.rules.books import EngineBooks, Sent
+from objectcache.orchestrator.rules.books import EngineBooks, SentRequest
 from objectcache.orchestrator.rules.observed_costs import EXACT, FACTOR_MAX, FIXED_S_MAX, PREFILLS_MAX
 
 
-def sent(request_id: str, compute_s: float, at_s: float, tokens: int = 100) -> Sent:
-    return Sent(request_id, tokens, compute_s, compute_s, at_s)
+def sent(request_id: str, compute_s: float, at_s: float, tokens: int = 100) -> SentRequest:
+    return SentRequest(request_id, tokens, compute_s, compute_s, at_s)
 
 
 def test_a_new_prompt_waits_for_the_rest_of_those_before_it() -> None:
@@ -59,11 +59,11 @@ def test_the_correction_is_a_line_through_what_was_seen_and_late_ones_move_it_li
     works_s = [0.05, 0.1, 0.4, 0.2, 0.3, 0.6]
     for at, work_s in enumerate(works_s):
         assert books.correction == EXACT
-        books.send(Sent(str(at), 100, work_s, work_s, 10.0 * at))
+        books.send(SentRequest(str(at), 100, work_s, work_s, 10.0 * at))
         books.first_byte(str(at), 10.0 * at + 0.02 + 2 * work_s + (3.0 if at == 2 else 0.0))
     assert books.correction.factor == pytest.approx(2.0, rel=0.05)
     assert books.correction.fixed_s == pytest.approx(0.02, abs=0.02)
-    books.send(Sent("next", 100, 0.5, 0.5, 100.0))
+    books.send(SentRequest("next", 100, 0.5, 0.5, 100.0))
     assert books.load(100.0).queue_s == pytest.approx(0.5 * books.correction.factor)
     for at in range(PREFILLS_MAX):
         books.send(sent(f"late {at}", 0.1, 200.0 + 100 * at))
@@ -80,7 +80,7 @@ def test_first_bytes_of_one_step_count_as_one_prefill() -> None:
         at_s = 10.0 * step
         works_s = [0.1 * (1 + step % 4)] * 4
         for number, work_s in enumerate(works_s):
-            books.send(Sent(f"{step} {number}", 100, work_s, work_s, at_s))
+            books.send(SentRequest(f"{step} {number}", 100, work_s, work_s, at_s))
         for number in range(4):
             books.first_byte(f"{step} {number}", at_s + 2 * sum(works_s) + 0.001 * number)
     assert books.correction.factor == pytest.approx(2.0, rel=0.02)
@@ -100,7 +100,7 @@ def test_a_request_that_is_not_streamed_waits_as_long_as_predicted_and_says_noth
     """Its first byte comes with its last one."""
     books = EngineBooks(8)
     for at in range(6):
-        books.send(Sent(str(at), 100, 0.2, 0.2, 0.0, is_stream=False))
+        books.send(SentRequest(str(at), 100, 0.2, 0.2, 0.0, is_stream=False))
     assert books.load(0.1).queue_s == pytest.approx(6 * 0.2 - 0.1)
     assert books.load(0.3).queue_s == 0
     assert books.load(0.3).active_count == 6
@@ -113,7 +113,7 @@ def test_loads_that_wait_for_their_turn_are_counted_and_the_one_under_way_is_not
     """The store's quote has the one that is under way, and none of those that will begin later."""
     books = EngineBooks(8)
     for at, has_load in enumerate((True, True, False, True)):
-        books.send(Sent(str(at), 100, 0.2, 0.2, 0.0, has_load=has_load))
+        books.send(SentRequest(str(at), 100, 0.2, 0.2, 0.0, has_load=has_load))
     assert books.waiting_loads(0.1) == 2
     books.first_byte("0", 0.2)
     assert books.waiting_loads(0.2) == 1

@@ -15,10 +15,10 @@ from objectcache.orchestrator.rules.kv_events import (
     NAME_BYTES_MAX,
     AllBlocksCleared,
     BatchOrder,
+    BatchTurn,
     BlockRemoved,
     BlockStored,
     KnownBatch,
-    Turn,
     WrongEventError,
     batch_of,
     block_count_of,
@@ -194,16 +194,16 @@ def test_names_of_blocks_come_back(name: int | bytes) -> None:
 
 def test_batches_come_in_order_and_gaps_repetitions_and_new_starts_are_told_apart() -> None:
     order = BatchOrder()
-    assert order.turn(4, 10.0) is Turn.REPLAY  # what was before is not known
-    assert order.turn(0, 10.0) is Turn.TAKE
+    assert order.turn(4, 10.0) is BatchTurn.REPLAY  # what was before is not known
+    assert order.turn(0, 10.0) is BatchTurn.TAKE
     order.took(0, 10.0)
-    assert order.turn(1, 11.0) is Turn.TAKE
-    assert order.turn(3, 11.0) is Turn.REPLAY
+    assert order.turn(1, 11.0) is BatchTurn.TAKE
+    assert order.turn(3, 11.0) is BatchTurn.REPLAY
     assert order.expected == 1
     order.took(1, 11.0)
     assert order.known == KnownBatch(1, 11.0)
-    assert order.turn(0, 10.0) is Turn.DROP
-    assert order.turn(0, 12.0) is Turn.RESTART
+    assert order.turn(0, 10.0) is BatchTurn.DROP
+    assert order.turn(0, 12.0) is BatchTurn.RESTART
     order.restart()
     assert order.expected is None
-    assert order.turn(0, 12.0) is Turn.TAKE
+    assert order.turn(0, 12.0) is BatchTurn.TAKE

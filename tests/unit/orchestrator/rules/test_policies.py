@@ -26,7 +26,7 @@ from objectcache.orchestrator.rules.policies import (
     Sessions,
     SessionsAsTheyAre,
 )
-from objectcache.orchestrator.rules.prediction import EngineState, Stored, predict
+from objectcache.orchestrator.rules.prediction import EngineState, StoredPrefix, predict
 
 COSTS = PrefillCosts(100.0)
 REQUEST = RouteRequest("r", 1000, 100, "", b"start")
@@ -52,7 +52,7 @@ def test_ours_takes_the_engine_that_answers_first_by_queue_prefix_and_store_toge
     idle = IDLE[1]
     assert policy.choose(REQUEST, [holds, idle]).engine == "b"  # 0.2 + 0.01 s against 0.1
     assert policy.choose(REQUEST, [replace(holds, queue_s=0.05), idle]).engine == "a"
-    loads = replace(idle, stored=Stored(62, LAYOUT, 20e9))
+    loads = replace(idle, stored=StoredPrefix(62, LAYOUT, 20e9))
     assert policy.choose(REQUEST, [replace(holds, queue_s=0.05), loads]).engine == "b"
 
 
@@ -123,7 +123,7 @@ def test_leaving_predictions_out_does_not_change_the_decision(
             COSTS,
             queue_s=queue_s,
             held_tokens=held,
-            stored=Stored(chunks, LAYOUT, rate),
+            stored=StoredPrefix(chunks, LAYOUT, rate),
             correction=Correction(bias),
             requests_max=8,
             waiting_count=round(queue_s),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import Choice, DeliveryCosts, PrefillCosts
 from objectcache.orchestrator.rules.observed_costs import Correction
-from objectcache.orchestrator.rules.prediction import EngineState, Stored, least_ttft_s, predict, recompute_s
+from objectcache.orchestrator.rules.prediction import EngineState, StoredPrefix, least_ttft_s, predict, recompute_s
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
 COSTS = PrefillCosts(token_us=100.0, request_us=1000.0)
@@ -27,18 +27,18 @@ def test_a_prompt_that_is_held_whole_computes_its_last_token_again() -> None:
 
 
 def test_a_fast_store_is_loaded_and_a_slow_one_is_not() -> None:
-    fast = predict(1000, EngineState("a", COSTS, stored=Stored(62, LAYOUT, 10e9)))
+    fast = predict(1000, EngineState("a", COSTS, stored=StoredPrefix(62, LAYOUT, 10e9)))
     assert fast.load_chunks == 62
     assert fast.load_tokens == 62 * 16
     assert fast.compute_s < fast.recompute_s
-    slow = predict(1000, EngineState("a", COSTS, stored=Stored(62, LAYOUT, 1e6)))
+    slow = predict(1000, EngineState("a", COSTS, stored=StoredPrefix(62, LAYOUT, 1e6)))
     assert slow.choice is Choice.RECOMPUTE
     assert slow.compute_s == slow.recompute_s
     assert slow.stored_tokens == 62 * 16
 
 
 def test_chunks_that_the_engine_holds_are_not_loaded() -> None:
-    found = predict(1000, EngineState("a", COSTS, held_tokens=320, stored=Stored(62, LAYOUT, 10e9)))
+    found = predict(1000, EngineState("a", COSTS, held_tokens=320, stored=StoredPrefix(62, LAYOUT, 10e9)))
     assert found.load_tokens == (62 - 20) * 16
 
 
@@ -60,7 +60,7 @@ def test_no_prediction_is_below_its_bound_or_above_computing(
     prompt: int, held: int, chunks: int, rate: float, chunk_s: float, bias: float
 ) -> None:
     """The bound is what saves making most predictions."""
-    stored = Stored(chunks, LAYOUT, rate, DeliveryCosts(chunk_s=chunk_s))
+    stored = StoredPrefix(chunks, LAYOUT, rate, DeliveryCosts(chunk_s=chunk_s))
     state = EngineState("a", COSTS, queue_s=0.1, held_tokens=held, stored=stored, correction=Correction(bias, 0.01))
     found = predict(prompt, state)
     assert found.ttft_s >= least_ttft_s(prompt, state) - 1e-9

@@ -349,12 +349,12 @@ async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
     await store.start()
     store.evictor.news.is_restored = True
     keys = ["x" * 936 for _ in range(6)]  # 1,000 bytes each
-    assert store.evictor.news.note(news.Asked("cached", keys, 0.0))
-    assert not store.evictor.news.note(news.Asked("cached", keys, 0.0))
-    assert store.evictor.news.note(news.Asked("cached", keys[:4], 0.0))
+    assert store.evictor.news.note(news.AskedPrefix("cached", keys, 0.0))
+    assert not store.evictor.news.note(news.AskedPrefix("cached", keys, 0.0))
+    assert store.evictor.news.note(news.AskedPrefix("cached", keys[:4], 0.0))
     store.evictor.news.take_over()
-    assert store.evictor.news.note(news.Asked("cached", keys * 3, 0.0))  # alone it may be larger
-    assert not store.evictor.news.note(news.Asked("cached", keys[:1], 0.0))
+    assert store.evictor.news.note(news.AskedPrefix("cached", keys * 3, 0.0))  # alone it may be larger
+    assert not store.evictor.news.note(news.AskedPrefix("cached", keys[:1], 0.0))
     store.close()
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.kernel import slow_readers
-from storage_server.kernel.slow_readers import Reading, SlowReaders, to_end
+from storage_server.kernel.slow_readers import ReadUnderWay, SlowReaders, to_end
 from storage_server.planning.extent import Extent
 
 
-def readings(*given: tuple[str, int, float]) -> list[tuple[Reading, int]]:
-    return [(Reading(access_key, (), began_s, None), nbytes) for access_key, nbytes, began_s in given]
+def readings(*given: tuple[str, int, float]) -> list[tuple[ReadUnderWay, int]]:
+    return [(ReadUnderWay(access_key, (), began_s, None), nbytes) for access_key, nbytes, began_s in given]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from storage_server.delivery.gather.read import gather
 from storage_server.kernel.data.extents import extent_place
-from storage_server.planning.plan import DeliveryPlan, Landing, Payload, Series, plan_delivery, plan_portion
+from storage_server.planning.plan import DeliveryPlan, Payload, Series, TargetWithGaps, plan_delivery, plan_portion
 from storage_server.planning.rows import Row
 from tests.unit.storage_server.delivery.gather.test_gather import Chunks
 
@@ -214,14 +214,16 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
             slices = own[None]
             expected.reshape(count, -1)[positions] = own
         apart = plan_portion(
-            mode, layout, portion, payload_bytes_max, Landing(is_packed=False, is_scattered=is_scattered)
+            mode, layout, portion, payload_bytes_max, TargetWithGaps(is_packed=False, is_scattered=is_scattered)
         )
-        packed = plan_portion(mode, layout, portion, payload_bytes_max, Landing(is_packed=True, is_scattered=False))
+        packed = plan_portion(
+            mode, layout, portion, payload_bytes_max, TargetWithGaps(is_packed=True, is_scattered=False)
+        )
         body = np.full(slices.size, 0xAA, dtype=np.uint8)
         table = chunks.table()
         by_runs = plan_portion(
             mode, layout, portion, payload_bytes_max,
-            Landing(is_packed=False, is_scattered=True, gathers_packed=True),
+            TargetWithGaps(is_packed=False, is_scattered=True, gathers_packed=True),
         )  # fmt: skip
         for payload in by_runs.payloads():
             room = np.empty(payload.nbytes, dtype=np.uint8)
@@ -245,8 +247,12 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
 def test_scattered_slices_of_a_part_are_few_payloads() -> None:
     """Every second chunk of 100: slices that lie apart go together where the destination takes them so."""
     layout, portion = ChunkLayout(4, 16, 1_000), Portion(0, 2, 100, tuple(range(0, 100, 2)))
-    scattered = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, Landing(is_packed=False, is_scattered=True))
-    one_by_one = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, Landing(is_packed=False, is_scattered=False))
+    scattered = plan_portion(
+        Mode.LAYER_MAJOR, layout, portion, 20_000, TargetWithGaps(is_packed=False, is_scattered=True)
+    )
+    one_by_one = plan_portion(
+        Mode.LAYER_MAJOR, layout, portion, 20_000, TargetWithGaps(is_packed=False, is_scattered=False)
+    )
     assert (scattered.payload_count, one_by_one.payload_count) == (4 * 3, 4 * 50)
     first = next(scattered.payloads())
     assert first.chunk_at(0) == 0

@@ -23,7 +23,7 @@ from nixl_client.connectors.lmcache.chunks import (
     worth_loading,
 )
 from nixl_client.connectors.lmcache.jobs import Jobs
-from nixl_client.connectors.lmcache.options import PROMISED, Options
+from nixl_client.connectors.lmcache.options import PROMISED, LMCacheOptions
 from nixl_client.transports.transport import Transport
 from objectcache.kv_codecs.layer import group_of
 
@@ -35,25 +35,25 @@ class TestOptions:
         """A misspelt option must not be silently without effect."""
         for extra in ({"bucket": "b"}, {"bucket": "b", "endpoint": "e", "lease": 1}):
             with pytest.raises(ValueError, match=r"endpoint|lease"):
-                Options.of(extra)
+                LMCacheOptions.of(extra)
         for name, value in {"store": 1, "load_timeout_s": 0, "transport": "pigeon"}.items():
             with pytest.raises(ValueError, match=name):
-                Options.of({"endpoint": "e", "bucket": "b", name: value})
+                LMCacheOptions.of({"endpoint": "e", "bucket": "b", name: value})
         for name, value in {"lease_s": "1", "loads_max": 0, "retry_s": True, "unknown": 1, "store": True}.items():
             with pytest.raises(ValueError, match=name):
-                Options.of({"endpoint": "e", "bucket": "b", "internals": {name: value}})
+                LMCacheOptions.of({"endpoint": "e", "bucket": "b", "internals": {name: value}})
 
     def test_costs_of_computing_are_taken_where_any_is_given(self) -> None:
         given = {"endpoint": "e", "bucket": "b"}
-        assert Options.of(given).prefill is None
-        assert Options.of(given | {"prefill": {"token_us": 12}}).prefill == PrefillCosts(12)
+        assert LMCacheOptions.of(given).prefill is None
+        assert LMCacheOptions.of(given | {"prefill": {"token_us": 12}}).prefill == PrefillCosts(12)
         for wrong in ({"token_us": -1}, {"tokens": 1}, 5):
             with pytest.raises(ValueError, match="prefill"):
-                Options.of(given | {"prefill": wrong})
+                LMCacheOptions.of(given | {"prefill": wrong})
 
     def test_former_names_hold_and_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
         former = {"endpoint": "e", "prefill_token_us": 3.0, "lease_s": 5.0, "lossy": "bounded", "max_error": 0.05}
-        options = Options.of(former)
+        options = LMCacheOptions.of(former)
         assert (options.prefill_token_us, options.lease_s, options.max_error) == (3.0, 5.0, 0.05)
         assert [record.getMessage() for record in caplog.records] == [
             "the option prefill_token_us is prefill.token_us now",
@@ -63,18 +63,18 @@ class TestOptions:
 
     def test_there_are_few_options(self) -> None:
         assert len(PROMISED) <= 12
-        assert {field.name for field in fields(Options)} >= PROMISED - {"prefill"}
+        assert {field.name for field in fields(LMCacheOptions)} >= PROMISED - {"prefill"}
 
     def test_tokens_of_a_chunk_are_bounded(self) -> None:
         given = {"endpoint": "e", "bucket": "b"}
-        assert Options.of(given | {"chunk_tokens": 64}).chunk_tokens == 64
+        assert LMCacheOptions.of(given | {"chunk_tokens": 64}).chunk_tokens == 64
         for wrong in (-1, 1 << 40, "64"):
             with pytest.raises(ValueError, match="chunk_tokens"):
-                Options.of(given | {"chunk_tokens": wrong})
+                LMCacheOptions.of(given | {"chunk_tokens": wrong})
 
     def test_values_are_taken(self) -> None:
         given = {"endpoint": "e", "bucket": "b", "transport": "shm", "internals": {"lease_s": 5}, "store": False}
-        options = Options.of(given)
+        options = LMCacheOptions.of(given)
         assert (options.transport, options.lease_s, options.store) == (Transport.SHM, 5, False)
 
 

@@ -20,7 +20,7 @@ from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import ChunkRange, Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from nixl_client.connectors.vllm.options import PROMISED, LoadPolicy, Options
+from nixl_client.connectors.vllm.options import PROMISED, LoadPolicy, VllmOptions
 from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
@@ -35,33 +35,33 @@ class TestOptions:
         """A misspelt option must not be silently without effect."""
         for extra in ({"bucket": "b"}, {"bucket": "b", "endpoint": "e", "chunktokens": 1}):
             with pytest.raises(ValueError, match=r"endpoint|chunktokens"):
-                Options.of(extra)
+                VllmOptions.of(extra)
         for name, value in {"chunk_tokens": "32", "store": 1, "load_timeout_s": 0.0, "internals": 5}.items():
             with pytest.raises(ValueError, match=name):
-                Options.of({"endpoint": "e", "bucket": "b", name: value})
+                VllmOptions.of({"endpoint": "e", "bucket": "b", name: value})
         for name, value in {"lease_s": "1", "leases": 1, "endpoint": "e"}.items():
             with pytest.raises(ValueError, match=name):
-                Options.of({"endpoint": "e", "internals": {name: value}})
+                VllmOptions.of({"endpoint": "e", "internals": {name: value}})
 
     def test_values_are_taken(self) -> None:
         internals = {"lease_s": 5}
-        options = Options.of({"endpoint": "e", "transport": "shm", "internals": internals, "chunk_tokens": 64})
+        options = VllmOptions.of({"endpoint": "e", "transport": "shm", "internals": internals, "chunk_tokens": 64})
         assert (options.transport, options.lease_s, options.chunk_tokens) == (Transport.SHM, 5, 64)
 
     def test_the_error_that_is_accepted_may_stand_for_the_loss(self) -> None:
-        options = Options.of({"endpoint": "e", "lossy": 0.05})
+        options = VllmOptions.of({"endpoint": "e", "lossy": 0.05})
         assert (options.lossy, options.max_error) == (Lossy.BOUNDED, 0.05)
         for wrong in (-0.1, 11, True):
             with pytest.raises(ValueError, match=r"max_error|lossy"):
-                Options.of({"endpoint": "e", "lossy": wrong})
+                VllmOptions.of({"endpoint": "e", "lossy": wrong})
 
     def test_former_places_hold_and_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert Options.of({"endpoint": "e", "lease_s": 5.0}).lease_s == 5.0
+        assert VllmOptions.of({"endpoint": "e", "lease_s": 5.0}).lease_s == 5.0
         assert "the option lease_s is internals.lease_s now" in caplog.text
 
     def test_there_are_few_options(self) -> None:
         assert len(PROMISED) <= 12
-        assert {field.name for field in fields(Options)} >= PROMISED
+        assert {field.name for field in fields(VllmOptions)} >= PROMISED
 
 
 class TestNaming:
@@ -379,7 +379,7 @@ class TestWeights:
 
 
 class TestSchedulerSide:
-    def side(self, options: Options = OPTIONS) -> tuple[SchedulerSide, PlayedStore, SchedulerLedger]:
+    def side(self, options: VllmOptions = OPTIONS) -> tuple[SchedulerSide, PlayedStore, SchedulerLedger]:
         store = PlayedStore(ChunkLayout(1, 32, 64))
         ledger = SchedulerLedger(ONE_RANK, Grid(32, 32), 100, is_storing=True)
         client: Any = store

@@ -21,7 +21,7 @@ from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packin
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
 from nixl_client.connectors.vllm.lossy_blocks import LossyBlocks
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.worker_ledger import (
     CountDropped,
@@ -29,7 +29,7 @@ from nixl_client.connectors.vllm.worker_ledger import (
     StopReading,
     TellRead,
     WorkerLedger,
-    Write,
+    WriteJob,
 )
 from nixl_client.connectors.vllm.working import IdleWorker
 from nixl_client.connectors.vllm.writer import Writer
@@ -55,12 +55,12 @@ class TestWorkerLedger:
     def test_rewritten_blocks_void_what_waits_and_what_is_under_way(self) -> None:
         first, second, third = (store_job(1, "a", (1,)), store_job(2, "b", (2,)), store_job(3, "c", (3,)))
         ledger = self.ledger(first, second, third)
-        assert ledger.begin_next() == [Write(first)]
+        assert ledger.begin_next() == [WriteJob(first)]
         assert ledger.may_read(1)
         assert ledger.void(frozenset({1, 2})) == [CountDropped(1), TellRead(2), StopReading(1)]
         assert not ledger.may_read(1)
         assert ledger.end(1) == [TellRead(1)]
-        assert ledger.begin_next() == [Write(third)]
+        assert ledger.begin_next() == [WriteJob(third)]
 
     def test_with_every_block_rewritten_nothing_waits_any_more(self) -> None:
         """After a reset all bytes are others."""
@@ -71,7 +71,7 @@ class TestWorkerLedger:
     def test_a_job_that_has_been_read_is_not_void(self) -> None:
         job = store_job(1, "a", (1,))
         ledger = self.ledger(job)
-        assert ledger.begin_next() == [Write(job)]
+        assert ledger.begin_next() == [WriteJob(job)]
         assert ledger.end_read(1) == [TellRead(1)]
         assert ledger.void(frozenset({1})) == []
         assert ledger.end(1) == []
@@ -80,18 +80,18 @@ class TestWorkerLedger:
     def test_one_job_is_under_way_at_a_time(self) -> None:
         first, second = store_job(1, "a", (1,)), store_job(2, "a", (2,))
         ledger = self.ledger(first, second)
-        assert ledger.begin_next() == [Write(first)]
+        assert ledger.begin_next() == [WriteJob(first)]
         assert ledger.begin_next() == []
         with pytest.raises(ValueError, match="not under way"):
             ledger.end(2)
         assert ledger.end(1) == [TellRead(1)]
-        assert ledger.begin_next() == [Write(second)]
+        assert ledger.begin_next() == [WriteJob(second)]
 
     def test_blocks_are_freed_once_when_the_last_job_is_read(self) -> None:
         job = store_job(1, "a", (1,))
         ledger = self.ledger(job)
         assert ledger.await_free(["a", "z"]) == [FreeBlocks("z")]
-        assert ledger.begin_next() == [Write(job)]
+        assert ledger.begin_next() == [WriteJob(job)]
         assert ledger.end_read(1) == [TellRead(1), FreeBlocks("a")]
         assert ledger.end(1) == []
         assert ledger.await_free([]) == []
@@ -101,7 +101,7 @@ class TestWorkerLedger:
         first, second = store_job(1, "a", (1,)), store_job(2, "b", (2,))
         ledger = self.ledger(first)
         assert ledger.add(second, 5.0) == []
-        assert ledger.begin_next() == [Write(first)]
+        assert ledger.begin_next() == [WriteJob(first)]
         assert ledger.expire(11.0, is_reading=True) == []
         assert ledger.may_read(1)
         assert ledger.expire(16.0, is_reading=False) == [CountDropped(1), TellRead(2), TellRead(1)]
@@ -111,7 +111,7 @@ class TestWorkerLedger:
     def test_a_failed_chunk_stops_its_prefix_until_the_request_ends(self) -> None:
         job = store_job(1, "a", (1,))
         ledger = self.ledger(job, store_job(2, "a", (2,)), store_job(3, "b", (3,)))
-        assert ledger.begin_next() == [Write(job)]
+        assert ledger.begin_next() == [WriteJob(job)]
         assert ledger.fail(1) == [CountDropped(1), TellRead(2), TellRead(1)]
         assert ledger.add(store_job(4, "a", (4,)), 0.0) == [CountDropped(1), TellRead(4)]
         ledger.forget(["a"])
@@ -123,7 +123,7 @@ class TestWorkerLedger:
         """Or every such request would be remembered for ever."""
         job = store_job(1, "a", (1,))
         ledger = self.ledger(job)
-        assert ledger.begin_next() == [Write(job)]
+        assert ledger.begin_next() == [WriteJob(job)]
         ledger.forget(["a"])
         ledger.forget([])
         assert ledger.fail(1) == [TellRead(1)]
@@ -188,7 +188,9 @@ class Worker:
         self.store = PlayedStore(self.layout)
         self.counters = Counters()
         client: Any = self.store
-        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=load_timeout_s, lossy=lossy)
+        options = VllmOptions(
+            "http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=load_timeout_s, lossy=lossy
+        )
         self.loads = Loads(client, 0, grid, self.layout, layers, torch.float32, options, self.counters)
         loads_idle = threading.Event()
         loads_idle.set()

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.cache.policies.optimizer import Move, Optimizer, upper_bound
-from storage_server.cache.policies.utility import Entry, Form, Placement, Tier, best_form, utility
+from storage_server.cache.policies.utility import Form, TieredEntry, TierModel, TierPlacement, best_form, utility
 
 KIB = 1024
 ALPHA = 1.0
-TIERS = (Tier("dram", 100 * KIB, 10e9), Tier("disk", 400 * KIB, 1e9))
+TIERS = (TierModel("dram", 100 * KIB, 10e9), TierModel("disk", 400 * KIB, 1e9))
 FORMS = (Form("exact", 16 * KIB), Form("kivi4", 5 * KIB, 0.98), Form("kivi2", 3 * KIB, 0.8))
 
 
-def entry(key: object, frequency: float, forms: tuple[Form, ...] = FORMS, recompute_s: float = 0.5) -> Entry:
-    return Entry(key, frequency, forms, recompute_s)
+def entry(key: object, frequency: float, forms: tuple[Form, ...] = FORMS, recompute_s: float = 0.5) -> TieredEntry:
+    return TieredEntry(key, frequency, forms, recompute_s)
 
 
-def entries_of(seed: int, number: int) -> list[Entry]:
+def entries_of(seed: int, number: int) -> list[TieredEntry]:
     """Entries whose codecs cost them different amounts of quality."""
     random = np.random.default_rng(seed)
     found = []
@@ -42,7 +42,7 @@ def entries_of(seed: int, number: int) -> list[Entry]:
 
 def test_with_room_everything_is_exact_and_in_the_first_tier() -> None:
     optimizer = Optimizer(TIERS, ALPHA)
-    assert optimizer.put(entry("a", 1.0)) == [Move("a", None, Placement(0, 0))]
+    assert optimizer.put(entry("a", 1.0)) == [Move("a", None, TierPlacement(0, 0))]
     assert optimizer.used_bytes == (16 * KIB, 0)
 
 
@@ -53,7 +53,7 @@ def test_the_move_that_costs_least_for_its_bytes_is_made() -> None:
         optimizer.put(entry(key, 10.0 if key != "c" else 0.1))
     moves = optimizer.put(entry("g", 10.0))
     assert [move.key for move in moves] == ["c", "g"]
-    assert moves[0].before == Placement(0, 0)
+    assert moves[0].before == TierPlacement(0, 0)
     assert moves[0].after is not None
 
 
@@ -68,9 +68,9 @@ def test_an_entry_that_is_used_more_comes_back_up() -> None:
     optimizer = Optimizer(TIERS, ALPHA)
     for key in range(30):
         optimizer.put(entry(key, 1.0 + key / 100))
-    down = next(key for key in range(30) if optimizer.placement(key) != Placement(0, 0))
+    down = next(key for key in range(30) if optimizer.placement(key) != TierPlacement(0, 0))
     optimizer.use(down, 1000.0)
-    assert optimizer.placement(down) == Placement(0, 0)
+    assert optimizer.placement(down) == TierPlacement(0, 0)
     assert optimizer.use("nobody", 1.0) == []
     optimizer.remove(down)
     assert optimizer.placement(down) is None
@@ -79,12 +79,12 @@ def test_an_entry_that_is_used_more_comes_back_up() -> None:
 def test_the_utility_follows_the_text_of_the_paper() -> None:
     """An entry that is never used is worth nothing, and costs nothing, wherever it is."""
     unused = entry("a", 0.0)
-    for placement in (None, Placement(0, 0), Placement(1, 2)):
+    for placement in (None, TierPlacement(0, 0), TierPlacement(1, 2)):
         assert utility(unused, placement, TIERS, ALPHA) == 0
     used = entry("a", 2.0)
-    assert utility(used, Placement(1, 1), TIERS, ALPHA) == pytest.approx(2 * (0.98 - 5 * KIB / 1e9))
-    assert best_form(used, 0, TIERS, ALPHA) == Placement(0, 0)
-    assert best_form(used, 0, TIERS, 0.0) == Placement(0, 2)
+    assert utility(used, TierPlacement(1, 1), TIERS, ALPHA) == pytest.approx(2 * (0.98 - 5 * KIB / 1e9))
+    assert best_form(used, 0, TIERS, ALPHA) == TierPlacement(0, 0)
+    assert best_form(used, 0, TIERS, 0.0) == TierPlacement(0, 2)
 
 
 @given(
@@ -97,7 +97,7 @@ def test_bounds_hold_and_moves_lead_from_where_entries_were_to_where_they_are(
     steps: list[tuple[str, int, float, int]],
 ) -> None:
     optimizer = Optimizer(TIERS, ALPHA)
-    places: dict[object, Placement] = {}
+    places: dict[object, TierPlacement] = {}
     sizes: dict[object, tuple[Form, ...]] = {}
     for what, key, frequency, size in steps:
         moves: list[Move] = []
@@ -126,7 +126,7 @@ def test_bounds_hold_and_moves_lead_from_where_entries_were_to_where_they_are(
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_is_near_the_bound_of_the_linear_relaxation(seed: int) -> None:
     entries = entries_of(seed, 400)
-    tiers = (Tier("dram", 800 * KIB, 10e9), Tier("disk", 3200 * KIB, 1e9))
+    tiers = (TierModel("dram", 800 * KIB, 10e9), TierModel("disk", 3200 * KIB, 1e9))
     optimizer = Optimizer(tiers, ALPHA)
     for each in entries:
         optimizer.put(each)
@@ -138,9 +138,9 @@ def test_greedy_is_near_the_bound_of_the_linear_relaxation(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_bound_is_above_the_best_placement_of_a_few_entries(seed: int) -> None:
     entries = entries_of(seed, 4)
-    tiers = (Tier("dram", 24 * KIB, 10e9), Tier("disk", 30 * KIB, 1e9))
+    tiers = (TierModel("dram", 24 * KIB, 10e9), TierModel("disk", 30 * KIB, 1e9))
     choices = [
-        [None, *(Placement(tier, form) for tier in range(2) for form in range(len(each.forms)))] for each in entries
+        [None, *(TierPlacement(tier, form) for tier in range(2) for form in range(len(each.forms)))] for each in entries
     ]
     best = 0.0
     for placements in product(*choices):
@@ -159,11 +159,11 @@ def test_the_bound_is_above_the_best_placement_of_a_few_entries(seed: int) -> No
     assert optimizer.total_utility <= best + 1e-9
 
 
-ONE_TIER = (Tier("dram", 32 * KIB, 10e9),)
+ONE_TIER = (TierModel("dram", 32 * KIB, 10e9),)
 
 
-def reloaded(key: object, frequency: float, reload_s: float) -> Entry:
-    return Entry(key, frequency, FORMS, 0.5, reload_s)
+def reloaded(key: object, frequency: float, reload_s: float) -> TieredEntry:
+    return TieredEntry(key, frequency, FORMS, 0.5, reload_s)
 
 
 def form_after(optimizer: Optimizer, key: object) -> str | None:
@@ -198,9 +198,9 @@ def test_an_encoded_entry_leaves_rather_than_being_loaded_for_another_form() -> 
     many = [0.5] * 9
     kept = [sum(crowded(reload_s, many).placement(key) is not None for key in range(9)) for reload_s in (0.0, 5.0)]
     assert kept[0] >= kept[1]
-    optimizer = Optimizer((Tier("dram", 6 * KIB, 10e9),), ALPHA)
-    optimizer.put(Entry("a", 100.0, FORMS[1:], 0.5, 1000.0))
-    optimizer.put(Entry("b", 1000.0, FORMS[1:], 0.5, 1000.0))
+    optimizer = Optimizer((TierModel("dram", 6 * KIB, 10e9),), ALPHA)
+    optimizer.put(TieredEntry("a", 100.0, FORMS[1:], 0.5, 1000.0))
+    optimizer.put(TieredEntry("b", 1000.0, FORMS[1:], 0.5, 1000.0))
     assert optimizer.placement("a") is None or optimizer.placement("b") is None
 
 
@@ -209,7 +209,7 @@ def test_forms_that_are_made_from_each_other_cost_no_load() -> None:
     made = (*FORMS[:2], replace(FORMS[2], made_from=frozenset({FORMS[1].codec})))
     optimizer = Optimizer(ONE_TIER, ALPHA)
     for key in range(9):
-        optimizer.put(Entry(key, 100.0, made, 0.5, 1000.0))
+        optimizer.put(TieredEntry(key, 100.0, made, 0.5, 1000.0))
         forms = [placement.form for other in range(key + 1) if (placement := optimizer.placement(other)) is not None]
         assert len(forms) == key + 1
         if key == 2:
@@ -225,7 +225,7 @@ def test_an_entry_comes_back_exactly_only_for_more_than_loading_it_costs() -> No
             optimizer.remove(other)
     assert optimizer.use(key, 2.0) == []
     moves = optimizer.use(key, 1000.0)
-    assert [(move.key, move.after) for move in moves] == [(key, Placement(0, 0))]
+    assert [(move.key, move.after) for move in moves] == [(key, TierPlacement(0, 0))]
 
 
 def test_a_use_that_counts_more_makes_loading_dearer() -> None:

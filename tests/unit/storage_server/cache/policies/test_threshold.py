@@ -9,7 +9,7 @@ import pytest
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.cache.policies.threshold import least_encoded_bytes, told
-from storage_server.cache.policies.utility_policy import CodecFigures, Use, UtilityPolicy, UtilitySettings
+from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
 from storage_server.planning.forms import Reading
 
 SAMPLE = UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 4e9)})
@@ -22,7 +22,7 @@ def encodes(settings: UtilitySettings, tokens: int) -> bool:
     policy = UtilityPolicy(4 * reading.exact_bytes, settings)
     for now_s in range(40):
         keys = [(f"chunk {(now_s + place) % 8}", 0) for place in range(2)]
-        decision = policy.request(float(now_s), [Use(key, reading.exact_bytes) for key in keys], reading)
+        decision = policy.request(float(now_s), [ChunkUse(key, reading.exact_bytes) for key in keys], reading)
         if decision.recoded or any(encoding is not None for encoding in decision.admitted.values()):
             return True
     return False

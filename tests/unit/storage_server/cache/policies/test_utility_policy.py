@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies import utility_policy as policy_module
-from storage_server.cache.policies.utility_policy import CodecFigures, Use, UtilityPolicy, UtilitySettings
+from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
 from storage_server.planning.forms import Encoded, Reading
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
@@ -43,7 +43,7 @@ class Books:
         self, wanted: list[Key], reading: Reading | None = READING, step_s: float = 1.0, content_class: str = ""
     ) -> None:
         self.now_s += step_s
-        decision = self.policy.request(self.now_s, [Use(key, EXACT, content_class) for key in wanted], reading)
+        decision = self.policy.request(self.now_s, [ChunkUse(key, EXACT, content_class) for key in wanted], reading)
         self.change_count += len(decision.evicted) + len(decision.recoded) + len(decision.admitted)
         for key in decision.evicted:
             del self.held[key]
@@ -104,7 +104,7 @@ def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> N
     seen: set[Codec | None] = set()
     for step, reading in enumerate([first] * 4 + [second] * 8):  # so far apart that the first reader is forgotten
         now_s = step * SETTINGS.half_life_s
-        decision = policy.request(now_s, [Use(key, first.exact_bytes) for key in keys(*range(7))], reading)
+        decision = policy.request(now_s, [ChunkUse(key, first.exact_bytes) for key in keys(*range(7))], reading)
         for key in decision.recoded:
             assert held[key] is None or not is_larger
         forms = {**decision.recoded, **decision.admitted}

@@ -7,10 +7,17 @@ from contextlib import AsyncExitStack
 import pytest
 
 from descriptors.errors import ErrorCode, ServerError
-from storage_server.delivery.scheduler.admission import RETRY_AFTER_S, RETRY_AFTER_S_MAX, Admission, refuse_backlog
+from storage_server.delivery.scheduler.admission import (
+    RETRY_AFTER_S,
+    RETRY_AFTER_S_MAX,
+    DeliveryAdmission,
+    refuse_backlog,
+)
 
 
-async def refusal_of(admission: Admission, tenant_name: str = "", retry_after_s: int = RETRY_AFTER_S) -> ServerError:
+async def refusal_of(
+    admission: DeliveryAdmission, tenant_name: str = "", retry_after_s: int = RETRY_AFTER_S
+) -> ServerError:
     with pytest.raises(ServerError) as refused:
         async with admission.admit(tenant_name, retry_after_s):
             pass
@@ -21,7 +28,7 @@ async def refusal_of(admission: Admission, tenant_name: str = "", retry_after_s:
 
 async def test_one_access_key_holds_at_most_half_of_all_places() -> None:
     """The others find the rest, and what it gives back it may take again."""
-    admission = Admission(8)
+    admission = DeliveryAdmission(8)
     async with AsyncExitStack() as stack, AsyncExitStack() as others:
         for _ in range(4):
             await stack.enter_async_context(admission.admit("ONE"))
@@ -42,7 +49,7 @@ async def test_one_access_key_holds_at_most_half_of_all_places() -> None:
 
 @pytest.mark.parametrize("deliveries_max", [1, 2, 3])
 async def test_where_there_are_few_places_one_access_key_may_hold_all(deliveries_max: int) -> None:
-    admission = Admission(deliveries_max)
+    admission = DeliveryAdmission(deliveries_max)
     async with AsyncExitStack() as stack:
         for _ in range(deliveries_max):
             await stack.enter_async_context(admission.admit("ONE"))
@@ -52,7 +59,7 @@ async def test_where_there_are_few_places_one_access_key_may_hold_all(deliveries
 
 
 async def test_without_a_name_only_the_bound_for_all_holds() -> None:
-    admission = Admission(8)
+    admission = DeliveryAdmission(8)
     async with AsyncExitStack() as stack:
         for _ in range(8):
             await stack.enter_async_context(admission.admit())
@@ -61,7 +68,7 @@ async def test_without_a_name_only_the_bound_for_all_holds() -> None:
 
 
 async def test_a_delivery_that_fails_gives_its_place_back() -> None:
-    admission = Admission(4)
+    admission = DeliveryAdmission(4)
     for _ in range(10):
         with pytest.raises(ZeroDivisionError):
             async with admission.admit("ONE"):

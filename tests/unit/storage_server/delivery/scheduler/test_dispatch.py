@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from bench.paper.tables import workload
 from storage_server.delivery.scheduler.deadline_queue import DeadlineQueue
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, Tenant
+from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, LinkTenant
 from storage_server.delivery.scheduler.held_rates import CATCH_UP_S, HeldRates
 from storage_server.delivery.scheduler.policies import Policy
 from storage_server.delivery.scheduler.pool import Pool, PoolSettings
-from storage_server.delivery.scheduler.round_robin import RoundRobin
+from storage_server.delivery.scheduler.round_robin import FlowRoundRobin
 from storage_server.delivery.scheduler.serial import SerialLink
 from storage_server.delivery.scheduler.steady_clock import LEAP_S_MAX, SteadyClock
 from storage_server.delivery.scheduler.tenant_meter import TenantMeter
@@ -27,15 +27,15 @@ RATE = 100.0 * MIB
 EQUAL = PoolSettings(Policy.EQUAL, gather_s=0.0, epoch_s_max=1e6)
 
 
-def flow(number: int, sizes: tuple[int, ...] = (MIB,), layer_count: int = 32, tenant: Tenant | None = None) -> Flow:
+def flow(number: int, sizes: tuple[int, ...] = (MIB,), layer_count: int = 32, tenant: LinkTenant | None = None) -> Flow:
     demand = Demand(sum(sizes), layer_count, 0.01)
-    return Flow(number, tenant or Tenant(str(number)), demand, layers_of(sizes, layer_count), 0.0)
+    return Flow(number, tenant or LinkTenant(str(number)), demand, layers_of(sizes, layer_count), 0.0)
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(1, 1000)), min_size=2, max_size=6), st.integers(1, 300))
 def test_round_robin_shares_bytes_by_weight_within_one_payload_each(some: list[tuple[float, int]], turns: int) -> None:
     """However different weights and payloads are, and at every moment."""
-    queue, sent = RoundRobin(), {}
+    queue, sent = FlowRoundRobin(), {}
     for number, (weight, size) in enumerate(some):
         each = flow(number, (size,))
         sent[each] = (weight, 0)
@@ -52,7 +52,7 @@ def test_round_robin_shares_bytes_by_weight_within_one_payload_each(some: list[t
 
 
 def test_round_robin_saves_nothing_up_for_a_flow_that_has_nothing_to_send() -> None:
-    queue, busy, late = RoundRobin(), flow(1), flow(2)
+    queue, busy, late = FlowRoundRobin(), flow(1), flow(2)
     for _ in range(10):
         queue.add(busy, 1.0)
         assert queue.next() is busy
@@ -65,7 +65,7 @@ def test_round_robin_saves_nothing_up_for_a_flow_that_has_nothing_to_send() -> N
 
 
 def test_round_robin_forgets_whom_it_removes() -> None:
-    queue = RoundRobin()
+    queue = FlowRoundRobin()
     for number in range(100):
         each = flow(number)
         queue.add(each, 1.0)
@@ -183,7 +183,7 @@ def test_what_is_left_of_a_payload_goes_at_the_new_rate() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["push", "push", "pop", "discard"]), st.integers(0, 5), st.integers(0, 9))))
 def test_the_queue_gives_the_earliest_deadline_of_those_that_wait(moves: list[tuple[str, int, int]]) -> None:
     """Whatever has been pushed again, taken out or discarded; tenants with and without a cap alike."""
-    capped = Tenant("capped", rate_max_bytes_per_s=1e12)
+    capped = LinkTenant("capped", rate_max_bytes_per_s=1e12)
     flows = [flow(number, tenant=capped if number % 2 else None) for number in range(6)]
     queue, dues = DeadlineQueue(TenantMeter()), {}
     for what, number, due_s in moves:
@@ -205,7 +205,7 @@ def test_the_queue_gives_the_earliest_deadline_of_those_that_wait(moves: list[tu
 
 def test_a_tenant_over_its_cap_is_passed_over_until_its_time_has_come() -> None:
     queue = DeadlineQueue(TenantMeter())
-    capped = Tenant("capped", rate_max_bytes_per_s=float(MIB))
+    capped = LinkTenant("capped", rate_max_bytes_per_s=float(MIB))
     first, second, other = flow(1, tenant=capped), flow(2, tenant=capped), flow(3)
     for each, due_s in ((first, 1.0), (second, 2.0), (other, 3.0)):
         queue.push(each, due_s)

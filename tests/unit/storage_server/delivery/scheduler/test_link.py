@@ -12,9 +12,9 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from storage_server.delivery import link as module
-from storage_server.delivery.link import Link, Place
+from storage_server.delivery.link import Link, LinkPlace
 from storage_server.delivery.scheduler.admission import RETRY_AFTER_S_MAX, refuse_backlog
-from storage_server.delivery.scheduler.flow import AHEAD_MAX, Tenant
+from storage_server.delivery.scheduler.flow import AHEAD_MAX, LinkTenant
 from storage_server.delivery.scheduler.policies import Policy
 from storage_server.delivery.scheduler.pool import PoolSettings
 from storage_server.delivery.scheduler.settings import SchedulerSettings
@@ -39,14 +39,14 @@ def link_of(policy: Policy | None = None, **changes: object) -> Link:
 
 
 @asynccontextmanager
-async def placed(link: Link, mode: Mode = Mode.LAYER_MAJOR, key: str = "KEY") -> AsyncIterator[Place]:
+async def placed(link: Link, mode: Mode = Mode.LAYER_MAJOR, key: str = "KEY") -> AsyncIterator[LinkPlace]:
     layers = LAYERS if mode is Mode.LAYER_MAJOR else 1
     plan = plan_delivery(mode, ChunkLayout(layers, 16, PAYLOAD), 1, PAYLOAD)
     async with link.place(key, plan, 0.001) as place:
         yield place
 
 
-async def carry(place: Place, count: int = LAYERS) -> None:
+async def carry(place: LinkPlace, count: int = LAYERS) -> None:
     for index in range(count):
         await place.wait_to_gather(index, is_staged=True)
         await place.wait_to_send(index)
@@ -207,7 +207,7 @@ def test_what_nothing_is_ahead_of_is_never_refused() -> None:
 
 async def test_the_offered_rate_is_a_share_by_weight_and_within_the_cap() -> None:
     """The share is that among those who are there, the one who asks included."""
-    tenants = {"HEAVY": Tenant("HEAVY", weight=3.0), "CAPPED": Tenant("CAPPED", rate_max_bytes_per_s=1000.0)}
+    tenants = {"HEAVY": LinkTenant("HEAVY", weight=3.0), "CAPPED": LinkTenant("CAPPED", rate_max_bytes_per_s=1000.0)}
     link = link_of(tenants=tenants)
     assert link.offered_rate_bytes_per_s("HEAVY") == RATE
     assert link.offered_rate_bytes_per_s("CAPPED") == 1000.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from storage_server.delivery.scheduler.chunkwise import IDLE_S, OLDEST_EACH, Chunkwise
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, Tenant
+from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, LinkTenant
 from storage_server.delivery.scheduler.held_rates import HeldRates
 from storage_server.delivery.scheduler.link_schedule import LinkSchedule
 from storage_server.delivery.scheduler.policies import Policy
@@ -30,7 +30,7 @@ SLACK = PoolSettings(gather_s=0.0)
 HELD = PoolSettings(Policy.EQUAL, gather_s=0.0, epoch_s_max=0.5)
 CONSERVING = PoolSettings(Policy.EQUAL, is_work_conserving=True, gather_s=0.0)
 every = pytest.mark.parametrize("pool", [SLACK, HELD, CONSERVING], ids=["slack", "held", "work-conserving"])
-A, B = Tenant("A"), Tenant("B")
+A, B = LinkTenant("A"), LinkTenant("B")
 
 
 class Played:
@@ -45,11 +45,11 @@ class Played:
         self.stopped: set[Flow] = set()
         self._count = 0
 
-    def chunkwise(self, tenant: Tenant, payloads: int = 1, *, stops: bool = False) -> Flow:
+    def chunkwise(self, tenant: LinkTenant, payloads: int = 1, *, stops: bool = False) -> Flow:
         """A request comes."""
         return self._join(tenant, Demand(PAYLOAD * payloads, 1), (PAYLOAD,) * payloads, stops, is_chunkwise=True)
 
-    def layerwise(self, tenant: Tenant, layers: int, *, stops: bool = False) -> Flow:
+    def layerwise(self, tenant: LinkTenant, layers: int, *, stops: bool = False) -> Flow:
         """A request comes."""
         return self._join(tenant, Demand(PAYLOAD, layers, 0.001), (PAYLOAD,), stops, is_chunkwise=False)
 
@@ -80,7 +80,7 @@ class Played:
         return sum(PAYLOAD for flow in flows for at_s in self.sent[flow] if at_s > begin_s)
 
     def _join(
-        self, tenant: Tenant, demand: Demand, payloads: tuple[int, ...], stops: bool, *, is_chunkwise: bool
+        self, tenant: LinkTenant, demand: Demand, payloads: tuple[int, ...], stops: bool, *, is_chunkwise: bool
     ) -> Flow:
         self._count += 1
         layers = layers_of(payloads, demand.layer_count)
@@ -94,7 +94,7 @@ class Played:
 def test_a_cap_holds_for_chunk_major_deliveries() -> None:
     """While the link is idle, for all of the tenant's requests together, and from the first payload on."""
     played, cap = Played(), 1e6
-    flows = [played.chunkwise(Tenant("A", rate_max_bytes_per_s=cap), 100) for _ in range(3)]
+    flows = [played.chunkwise(LinkTenant("A", rate_max_bytes_per_s=cap), 100) for _ in range(3)]
     played.run(10.0)
     times = sorted(at_s for flow in flows for at_s in played.sent[flow])
     for first in range(len(times)):
@@ -107,7 +107,7 @@ def test_a_cap_holds_for_chunk_major_deliveries() -> None:
 
 def test_a_tenant_with_a_cap_that_is_used_up_holds_no_channel() -> None:
     """Others are as fast as without it, but for what it may send, and it ends all the same."""
-    capped = Tenant("A", rate_max_bytes_per_s=1e6)
+    capped = LinkTenant("A", rate_max_bytes_per_s=1e6)
     played = Played(channels=2)
     slow = [played.chunkwise(capped, 5) for _ in range(5)]
     played.run(0.01)
@@ -123,7 +123,7 @@ def test_a_tenant_with_a_cap_that_is_used_up_holds_no_channel() -> None:
 def test_a_tenants_weight_is_split_among_its_chunk_major_requests(weight: float) -> None:
     """However many they are, tenants share by weight, and the requests of one share evenly."""
     played = Played()
-    many = [played.chunkwise(Tenant("A", weight), 1000) for _ in range(10)]
+    many = [played.chunkwise(LinkTenant("A", weight), 1000) for _ in range(10)]
     one = played.chunkwise(B, 1000)
     played.run(0.4)
     assert played.bytes_of(*many) == pytest.approx(weight * played.bytes_of(one), abs=2 * weight * PAYLOAD)
@@ -151,7 +151,7 @@ def test_channels_go_to_tenants_in_turn_and_to_a_tenants_requests_in_order() -> 
 def test_a_tenant_that_has_all_channels_makes_room_for_one_that_has_none(priority: int) -> None:
     """A tenant gives a channel up unless its priority is higher. The request that lost its channel goes on later."""
     played = Played(channels=4)
-    many = [played.chunkwise(Tenant("A", priority=priority), 100) for _ in range(8)]
+    many = [played.chunkwise(LinkTenant("A", priority=priority), 100) for _ in range(8)]
     played.run(0.01)
     one = played.chunkwise(B, 50)
     played.run()
@@ -167,7 +167,7 @@ def test_higher_priority_has_channels_first_and_nobody_waits_for_ever() -> None:
     """One channel in `OLDEST_EACH` goes to the request that has waited longest."""
     played = Played(channels=1)
     low = [played.chunkwise(A) for _ in range(3)]
-    high = [played.chunkwise(Tenant("HIGH", priority=7)) for _ in range(3 * OLDEST_EACH)]
+    high = [played.chunkwise(LinkTenant("HIGH", priority=7)) for _ in range(3 * OLDEST_EACH)]
     played.run()
     places = [played.ended.index(flow) for flow in low]
     assert places[0] == 0
@@ -228,14 +228,20 @@ moves = st.tuples(
     st.sampled_from(["join", "join", "stop", "read", "leave", "run"]), st.integers(0, 9), st.floats(0.0, 0.1)
 )
 tenants = st.sampled_from(
-    [A, B, Tenant("C", 0.1, priority=3), Tenant("D", 5.0, 1e6), Tenant("E", rate_max_bytes_per_s=1e7, priority=7)]
+    [
+        A,
+        B,
+        LinkTenant("C", 0.1, priority=3),
+        LinkTenant("D", 5.0, 1e6),
+        LinkTenant("E", rate_max_bytes_per_s=1e7, priority=7),
+    ]
 )
 
 
 @pytest.mark.slow
 @given(st.integers(1, 3), st.lists(st.tuples(moves, tenants), max_size=30))
 def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
-    channels: int, some: list[tuple[tuple[str, int, float], Tenant]]
+    channels: int, some: list[tuple[tuple[str, int, float], LinkTenant]]
 ) -> None:
     """Through stops, departures at any moment, caps and priorities."""
     played = Played(channels=channels)
@@ -280,7 +286,7 @@ def test_a_request_that_goes_on_behind_its_transport_waits_for_it_without_a_chan
 
 
 def test_the_meter_forgets_what_has_no_effect() -> None:
-    meter, tenant = TenantMeter(), Tenant("A", rate_max_bytes_per_s=1e6)
+    meter, tenant = TenantMeter(), LinkTenant("A", rate_max_bytes_per_s=1e6)
     meter.charge(B, 1000, 0.0)
     meter.charge(tenant, 1_000_000, 0.0)
     meter.forget(0.9)
@@ -295,7 +301,7 @@ def test_only_work_conserving_rates_are_taken_from_who_does_not_read(is_work_con
     """From the epoch on that begins then, until the one that begins when it reads again."""
     rates = HeldRates(Policy.EQUAL, 0.0, RATE, is_work_conserving=is_work_conserving)
     layers = layers_of((PAYLOAD,), 1000)
-    stopped, other = (Flow(number, Tenant(str(number)), Demand(PAYLOAD, 1000), layers, 0.0) for number in (1, 2))
+    stopped, other = (Flow(number, LinkTenant(str(number)), Demand(PAYLOAD, 1000), layers, 0.0) for number in (1, 2))
     rates.share([stopped, other], 0.0)
 
     def play(until_s: float, *reads: Flow) -> None:
@@ -328,7 +334,7 @@ def test_only_work_conserving_rates_are_taken_from_who_does_not_read(is_work_con
 @every
 def test_a_cap_holds_for_both_orders_together(pool: PoolSettings) -> None:
     played, cap = Played(pool), 1e6
-    tenant = Tenant("A", rate_max_bytes_per_s=cap)
+    tenant = LinkTenant("A", rate_max_bytes_per_s=cap)
     flows = [played.layerwise(tenant, 100), played.chunkwise(tenant, 100)]
     played.run(5.0)
     assert played.bytes_of(*flows) <= cap * (5.0 + CATCH_UP_S) + 3 * PAYLOAD
@@ -339,7 +345,7 @@ def test_a_cap_holds_for_both_orders_together(pool: PoolSettings) -> None:
 
 def test_slack_serves_both_orders_of_a_tenant_with_a_cap() -> None:
     played = Played()
-    tenant = Tenant("A", rate_max_bytes_per_s=1e6)
+    tenant = LinkTenant("A", rate_max_bytes_per_s=1e6)
     layers, chunks = played.layerwise(tenant, 1000), played.chunkwise(tenant, 1000)
     played.run(10.0)
     assert min(played.bytes_of(layers), played.bytes_of(chunks)) >= 0.3 * 1e6 * 10.0
@@ -364,7 +370,7 @@ def test_layer_major_requests_that_are_not_read_leave_the_link_to_chunk_major_on
 @every
 def test_a_layer_major_tenant_with_a_cap_leaves_the_rest_to_chunk_major_ones(pool: PoolSettings) -> None:
     played = Played(pool)
-    layers = played.layerwise(Tenant("A", rate_max_bytes_per_s=0.1 * RATE), 1000)
+    layers = played.layerwise(LinkTenant("A", rate_max_bytes_per_s=0.1 * RATE), 1000)
     chunks = played.chunkwise(B, 10_000)
     played.run(2.0)
     assert played.bytes_of(layers) == pytest.approx(0.1 * RATE * 2.0, rel=0.05)
@@ -377,7 +383,7 @@ def test_a_layer_major_tenant_with_a_cap_leaves_the_rest_to_chunk_major_ones(poo
 def test_clients_that_pause_make_no_more_go_than_the_link_carries(pool: PoolSettings, pause_s: float) -> None:
     """Each side makes up for at most `CATCH_UP_S`, however often its clients pause, and keeps its part."""
     played = Played(pool)
-    layers = [played.layerwise(Tenant(str(number)), 10_000, stops=True) for number in range(20)]
+    layers = [played.layerwise(LinkTenant(str(number)), 10_000, stops=True) for number in range(20)]
     chunks = played.chunkwise(B, 10_000)
     while played.now < 3.0:
         played.run(played.now + pause_s)

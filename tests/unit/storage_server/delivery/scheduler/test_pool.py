@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.delivery.scheduler.demand import Demand
-from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, Tenant
+from storage_server.delivery.scheduler.flow import AHEAD_MAX, Flow, LinkTenant
 from storage_server.delivery.scheduler.policies import Policy
 from storage_server.delivery.scheduler.pool import EPOCH_S_PER_FLOW, Pool, PoolSettings
 from storage_server.delivery.scheduler.serial import CATCH_UP_S
@@ -30,9 +30,9 @@ CONSERVING = [each for each in EVERY if each.is_continuous]
 every = pytest.mark.parametrize("setting", EVERY, ids=lambda each: f"{each.policy}-{each.is_work_conserving}")
 
 
-def flow(number: int, layer_bytes: int = MIB, layer_count: int = 4, tenant: Tenant | None = None) -> Flow:
+def flow(number: int, layer_bytes: int = MIB, layer_count: int = 4, tenant: LinkTenant | None = None) -> Flow:
     demand = Demand(layer_bytes, layer_count, COMPUTE_S)
-    return Flow(number, tenant or Tenant(str(number)), demand, layers_of((layer_bytes,), layer_count), 0.0)
+    return Flow(number, tenant or LinkTenant(str(number)), demand, layers_of((layer_bytes,), layer_count), 0.0)
 
 
 def is_served(outcomes: Sequence[Outcome]) -> bool:
@@ -47,7 +47,15 @@ asked = st.builds(
     stated_s=st.sampled_from([-1.0, -1.0, None, 0.0, 1e9, math.nan]),
     layer_count=st.integers(1, 8),
     tenant=st.sampled_from(
-        [None, None, Tenant("a"), Tenant("b", 0.1), Tenant("c", 5.0, 1e8), Tenant("d", priority=1), Tenant("e", 1, 1e7)]
+        [
+            None,
+            None,
+            LinkTenant("a"),
+            LinkTenant("b", 0.1),
+            LinkTenant("c", 5.0, 1e8),
+            LinkTenant("d", priority=1),
+            LinkTenant("e", 1, 1e7),
+        ]
     ),
     payload_bytes=st.sampled_from([None, 8 * MIB]),
     stops_s=st.sampled_from([math.inf, math.inf, 1.0]),
@@ -200,7 +208,7 @@ def test_leaving_twice_or_before_an_epoch_does_nothing_more(setting: PoolSetting
 
 @every
 def test_the_requests_of_a_tenant_share_its_weight_and_cap(setting: PoolSettings) -> None:
-    pool, tenant = Pool(setting, LINK), Tenant("t", weight=2.0, rate_max_bytes_per_s=6e6, priority=3)
+    pool, tenant = Pool(setting, LINK), LinkTenant("t", weight=2.0, rate_max_bytes_per_s=6e6, priority=3)
     some = [flow(number, tenant=tenant) for number in range(4)]
     for each in some:
         pool.join(each)

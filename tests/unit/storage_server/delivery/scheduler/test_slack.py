@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from bench.paper.tables import WORKLOADS, workload
-from storage_server.delivery.scheduler.flow import AHEAD_MAX, Tenant
+from storage_server.delivery.scheduler.flow import AHEAD_MAX, LinkTenant
 from storage_server.delivery.scheduler.policies import Policy
 from storage_server.delivery.scheduler.pool import GATHER_S, Pool, PoolSettings
 from tests.support.scheduling import Asked, Outcome, of_workload, play
@@ -89,11 +89,11 @@ def test_nobody_is_later_than_the_bound_whoever_comes_after(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_holds_for_tenants_of_any_weight_and_priority_beside_a_crowd_of_one_tenants(seed: int) -> None:
     """The crowd's own requests share its weight, and what one leaves goes to the next."""
-    random, crowd = Random(seed), Tenant("crowd")
+    random, crowd = Random(seed), LinkTenant("crowd")
     asked = [
         replace(
             each,
-            tenant=crowd if index % 2 else Tenant(str(index), 10 ** random.uniform(-1.0, 1.0), priority=index % 3),
+            tenant=crowd if index % 2 else LinkTenant(str(index), 10 ** random.uniform(-1.0, 1.0), priority=index % 3),
         )
         for index, each in enumerate(stream(seed, count=20, load=4.0))
     ]
@@ -124,7 +124,7 @@ def test_whoever_lies_is_served_to_its_end(lie: float | None) -> None:
 
 def test_a_tenant_with_fifty_requests_takes_no_more_than_its_weight_from_one_that_needs_its_own() -> None:
     """The single one has half of the link, as if there were one other."""
-    many = Tenant("many")
+    many = LinkTenant("many")
     crowd = [Asked(0.0, 8 * MIB, 0.0, tenant=many, payload_bytes=MIB) for _ in range(50)]
     needy = Asked(0.0, 64 * MIB, 0.0, payload_bytes=MIB)
     outcome = play(Pool(SLACK, LINK), [*crowd, needy])[-1]
@@ -133,7 +133,7 @@ def test_a_tenant_with_fifty_requests_takes_no_more_than_its_weight_from_one_tha
 
 
 def test_weights_split_the_link_between_tenants_that_want_all_of_it() -> None:
-    heavy, light = Tenant("heavy", weight=3.0), Tenant("light")
+    heavy, light = LinkTenant("heavy", weight=3.0), LinkTenant("light")
     asked = [Asked(0.0, 64 * MIB, 0.0, tenant=tenant, payload_bytes=MIB) for tenant in (heavy, light)]
     first, second = play(Pool(SLACK, LINK), asked)
     whole_s = 32 * 64 * MIB / LINK
@@ -142,7 +142,7 @@ def test_weights_split_the_link_between_tenants_that_want_all_of_it() -> None:
 
 
 def test_a_higher_priority_goes_first_within_the_others_bounds() -> None:
-    urgent = Tenant("urgent", priority=1)
+    urgent = LinkTenant("urgent", priority=1)
     asked = [Asked(0.0, 16 * MIB, 0.01, payload_bytes=MIB) for _ in range(5)]
     before = play(Pool(SLACK, LINK), asked)
     asked[-1] = replace(asked[-1], tenant=urgent)
@@ -176,7 +176,7 @@ def test_a_client_that_reads_again_does_not_push_in_before_those_that_read_on() 
 
 @pytest.mark.parametrize("cap", [0.01, 0.1, 0.5])
 def test_a_tenants_cap_is_held_within_2_percent_over_all_its_requests(cap: float) -> None:
-    capped = Tenant("capped", rate_max_bytes_per_s=cap * LINK)
+    capped = LinkTenant("capped", rate_max_bytes_per_s=cap * LINK)
     asked = [Asked(0.0, 4 * MIB, 0.0, tenant=capped, payload_bytes=MIB) for _ in range(3)]
     asked.append(Asked(0.0, 64 * MIB, 0.0, payload_bytes=MIB))
     outcomes = play(Pool(SLACK, LINK), asked)
@@ -190,7 +190,7 @@ def test_a_tenants_cap_is_held_within_2_percent_over_all_its_requests(cap: float
 
 def test_a_capped_tenant_delays_nobody_else_past_its_bound() -> None:
     asked = stream(3, load=2.0)
-    asked[0] = replace(asked[0], tenant=Tenant("capped", rate_max_bytes_per_s=LINK / 100))
+    asked[0] = replace(asked[0], tenant=LinkTenant("capped", rate_max_bytes_per_s=LINK / 100))
     outcomes = play(Pool(SLACK, LINK), asked)
     equal = play(Pool(SHARED_EQUAL, LINK), asked)
     assert_bound(asked, outcomes, equal, but=0)

@@ -12,7 +12,7 @@ from awscrt.checksums import crc32c
 
 from descriptors.lifecycle import LifecycleRule
 from objectcache.adapters.beneath import Beneath
-from storage_server.home.directory.journal import Place, ReadJournal, named_files, read_journal
+from storage_server.home.directory.journal import JournalPlace, ReadJournal, named_files, read_journal
 from storage_server.home.directory.rules import records as records_module
 from storage_server.home.directory.rules.records import (
     HEAD,
@@ -67,7 +67,7 @@ def written(tmp_path: Path, *frames: bytes) -> Beneath:
 
 
 def all_read(folder: Beneath, **options: Any) -> list[ReadJournal]:
-    found, place = list[ReadJournal](), Place()
+    found, place = list[ReadJournal](), JournalPlace()
     while not found or not (found[-1].is_whole or found[-1].problem):
         found.append(read_journal(folder, place, **options))
         place = found[-1].end

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_server.home.remote_dram.mooncake_engine import NOT_FOUND, Engine
+from storage_server.home.remote_dram.mooncake_engine import NOT_FOUND, MooncakeEngine
 from storage_server.home.rules.mooncake_commands import (
     LINE_BYTES_MAX,
     REASON_CHARACTERS_MAX,
-    Answer,
-    Call,
     CallKind,
     Join,
+    MooncakeAnswer,
+    MooncakeCall,
     decode_answer,
     decode_call,
     decode_join,
@@ -30,15 +30,15 @@ def test_calls_and_answers_come_out_as_they_went_in() -> None:
     join = Join("127.0.0.1:1", "10.0.0.7", 2**40, "rdma", "mlx5_0")
     assert decode_join(encode_join(join)) == join
     for call in (
-        Call(1, CallKind.GET, ("a",), (AreaSpan(1, 2, 3), AreaSpan(0, 0, 2**40))),
-        Call(2, CallKind.REMOVE, ("é\n", "")),
+        MooncakeCall(1, CallKind.GET, ("a",), (AreaSpan(1, 2, 3), AreaSpan(0, 0, 2**40))),
+        MooncakeCall(2, CallKind.REMOVE, ("é\n", "")),
     ):
         assert encode_call(call).count(b"\n") == 1
         assert decode_call(encode_call(call)) == call
-    for answer in (Answer(3, (0, -704)), Answer(4, (), "why\nnot")):
+    for answer in (MooncakeAnswer(3, (0, -704)), MooncakeAnswer(4, (), "why\nnot")):
         assert encode_answer(answer).count(b"\n") == 1
         assert decode_answer(encode_answer(answer)) == answer
-    assert len(encode_answer(Answer(5, (), "x" * 10_000))) < 2 * REASON_CHARACTERS_MAX
+    assert len(encode_answer(MooncakeAnswer(5, (), "x" * 10_000))) < 2 * REASON_CHARACTERS_MAX
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_line_does_more_than_be_refused(line: bytes) -> None:
 
 def test_a_call_with_the_most_keys_has_room_in_a_line() -> None:
     """S3's keys are at most 1,024 bytes; quoted, each may take three times as many, and 255 for the bucket."""
-    call = Call(1, CallKind.REMOVE, ("x" * (3 * 1024 + 300),) * 1_000)
+    call = MooncakeCall(1, CallKind.REMOVE, ("x" * (3 * 1024 + 300),) * 1_000)
     assert len(encode_call(call)) < LINE_BYTES_MAX
 
 
@@ -92,11 +92,11 @@ class Store:
 
 def test_the_process_reads_and_writes_the_areas_that_it_was_given() -> None:
     store = Store()
-    engine = Engine(store, [(1000, 100), (5000, 100)])
+    engine = MooncakeEngine(store, [(1000, 100), (5000, 100)])
     spans = (AreaSpan(0, 10, 1), AreaSpan(1, 20, 3))
-    assert engine.codes(Call(1, CallKind.GET, ("there",), spans)) == [4]
-    assert engine.codes(Call(2, CallKind.PUT, ("there",), spans)) == [0]
-    assert engine.codes(Call(3, CallKind.REMOVE, ("there", "b"))) == [0, 0]
+    assert engine.codes(MooncakeCall(1, CallKind.GET, ("there",), spans)) == [4]
+    assert engine.codes(MooncakeCall(2, CallKind.PUT, ("there",), spans)) == [0]
+    assert engine.codes(MooncakeCall(3, CallKind.REMOVE, ("there", "b"))) == [0, 0]
     value = (["there"], [[1010, 5020]], [[1, 3]])
     removed = [("remove", (["there"], True)), ("put", value), ("remove", (["there", "b"], True))]
     assert store.asked == [("get", value), *removed]
@@ -104,5 +104,5 @@ def test_the_process_reads_and_writes_the_areas_that_it_was_given() -> None:
 
 @pytest.mark.parametrize(("size_code", "code"), [(4, NOT_FOUND), (NOT_FOUND, NOT_FOUND), (-1, -800)])
 def test_a_value_of_another_size_is_not_there_and_a_host_that_is_gone_is_a_failure(size_code: int, code: int) -> None:
-    engine = Engine(Store(size_code), [(1000, 100)])
-    assert engine.codes(Call(1, CallKind.GET, ("there",), (AreaSpan(0, 0, 7),))) == [code]
+    engine = MooncakeEngine(Store(size_code), [(1000, 100)])
+    assert engine.codes(MooncakeCall(1, CallKind.GET, ("there",), (AreaSpan(0, 0, 7),))) == [code]

@@ -10,12 +10,12 @@ from storage_server.delivery.transport.rules.ucx_commands import (
     AddPeer,
     Command,
     EndFlight,
-    Group,
     Notify,
     Read,
     RemovePeer,
     Reply,
-    Write,
+    WriteGroup,
+    WriteSpans,
     decode_command,
     decode_reply,
     encode_command,
@@ -28,8 +28,10 @@ COMMANDS: list[Command] = [
     AddPeer("name", b"\0\xff meta", (MEMORY, Memory(0, 1))),
     RemovePeer("name"),
     Notify("name", b"\0notice"),
-    Write("name", (AreaSpan(0, 4096, 10), AreaSpan(1, 0, 2**40)), (MEMORY, MEMORY), Group(3, 4, True, b"\x01")),
-    Write("name", (AreaSpan(0, 0, 1),), (MEMORY,)),
+    WriteSpans(
+        "name", (AreaSpan(0, 4096, 10), AreaSpan(1, 0, 2**40)), (MEMORY, MEMORY), WriteGroup(3, 4, True, b"\x01")
+    ),
+    WriteSpans("name", (AreaSpan(0, 0, 1),), (MEMORY,)),
     Read("name", (MEMORY, MEMORY), AreaSpan(0, 1, 2)),
     EndFlight(7),
 ]
