@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
 from bench.experiments.cluster import CLUSTER
-from bench.experiments.compression.run import COMPRESSION
 from bench.experiments.concurrency import CONCURRENCY
-from bench.experiments.device.copies import COPIES
-from bench.experiments.device.recompute import RECOMPUTE
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
-from bench.experiments.ladder.run import LADDER
 from bench.experiments.orchestrator.run import ORCHESTRATOR
-from bench.experiments.overlap.run import OVERLAP
 from bench.experiments.s3.run import S3
-from bench.experiments.scheduler.run import SCHEDULER
-from bench.experiments.tiers.run import TIERS
-from bench.experiments.ttft.run import TTFT
 from bench.experiments.upstream import UPSTREAM
+from bench.paper.compression.run import COMPRESSION
+from bench.paper.device.copies import COPIES
+from bench.paper.device.recompute import RECOMPUTE
+from bench.paper.ladder.run import LADDER
+from bench.paper.overlap.run import OVERLAP
+from bench.paper.scheduler.run import SCHEDULER
+from bench.paper.tiers.run import TIERS
+from bench.paper.ttft.run import TTFT
 
 EXPERIMENTS = (
     AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,

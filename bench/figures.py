@@ -29,20 +29,20 @@ from bench.core.show import (
 from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
-from bench.experiments.compression.run import show as compression
 from bench.experiments.concurrency import show as concurrency
-from bench.experiments.device.copies import show as copies
-from bench.experiments.device.recompute import show as recompute
 from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
-from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
-from bench.experiments.overlap.run import show as overlap
 from bench.experiments.s3.results import show as s3
-from bench.experiments.scheduler.cells import show as scheduler
-from bench.experiments.tiers.show import show as tiers
-from bench.experiments.ttft.show import show as ttft
 from bench.experiments.upstream import show as upstream
+from bench.paper.compression.run import show as compression
+from bench.paper.device.copies import show as copies
+from bench.paper.device.recompute import show as recompute
+from bench.paper.ladder.run import show as ladder
+from bench.paper.overlap.run import show as overlap
+from bench.paper.scheduler.cells import show as scheduler
+from bench.paper.tiers.show import show as tiers
+from bench.paper.ttft.show import show as ttft
 from descriptors.units import MIB
 
 

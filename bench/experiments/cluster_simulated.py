@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.experiments.tiers.replay import Trace, read
+from bench.paper.tiers.replay import Trace, read
 from descriptors.cluster import Member, View
 from descriptors.placement import Placement
 from gateway.cluster.split import Holding, holdings

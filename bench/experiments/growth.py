@@ -28,8 +28,8 @@ from bench.core import options
 from bench.core.experiment import Experiment, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Column, Json, Section, table, targets
-from bench.experiments.scheduler.run import measure_costs
-from bench.experiments.tiers.blocks import BytesBody
+from bench.paper.scheduler.run import measure_costs
+from bench.paper.tiers.blocks import BytesBody
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest

@@ -2,8 +2,8 @@
 
 aiohttp parses whatever one read brought at once: a quarter of a megabyte of one-byte chunks, interim answers or garbage
 keeps the event loop for tens of milliseconds, and makes thousands of objects before anybody can refuse them. Here all
-connections of one `ParsingTurns` together have TURN_S of each turn of the loop; what is left waits, and its connection is not
-read meanwhile. Bytes of a body whose length is known cost nothing to parse, and pass at once.
+connections of one `ParsingTurns` together have TURN_S of each turn of the loop; what is left waits, and its connection
+is not read meanwhile. Bytes of a body whose length is known cost nothing to parse, and pass at once.
 """
 
 from __future__ import annotations

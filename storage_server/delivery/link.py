@@ -1,7 +1,7 @@
 """The link on a running server: a thin shell around LinkSchedule, which adds the clock and the waiting.
 
-Every delivery holds a `LinkPlace`. The link lets the payloads of a place go, that is, be sent, one by one. Only a few of
-them may be on their way to the transport at once, so that a client that stops reading stops using the link.
+Every delivery holds a `LinkPlace`. The link lets the payloads of a place go, that is, be sent, one by one. Only a few
+of them may be on their way to the transport at once, so that a client that stops reading stops using the link.
 """
 
 from __future__ import annotations

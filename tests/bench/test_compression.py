@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.cli import run as run_bench
-from bench.experiments.compression.choice import (
+from bench.paper.compression.choice import (
     EXACT,
     Asked,
     Codecs,
@@ -21,10 +21,10 @@ from bench.experiments.compression.choice import (
     run,
     ways,
 )
-from bench.experiments.compression.engine import EngineCase, contexts
-from bench.experiments.compression.live import waited
-from bench.experiments.compression.quality import rouge_l
-from bench.experiments.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
+from bench.paper.compression.engine import EngineCase, contexts
+from bench.paper.compression.live import waited
+from bench.paper.compression.quality import rouge_l
+from bench.paper.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
 
 CODECS = Codecs(
     {EXACT: 100, "four": 30}, {EXACT: 0.0, "four": 0.01},

@@ -18,9 +18,9 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 from bench import cli
-from bench.experiments.device import bed as beds
-from bench.experiments.device import model as models
-from bench.experiments.device.bed import (
+from bench.paper.device import bed as beds
+from bench.paper.device import model as models
+from bench.paper.device.bed import (
     SLOT_COUNT,
     DeviceBed,
     DeviceBedSettings,
@@ -30,9 +30,9 @@ from bench.experiments.device.bed import (
     place_chunks,
     verify_prefix,
 )
-from bench.experiments.device.command import Landing, model_of
-from bench.experiments.device.copies import COPIES, CopySettings, measure_copies
-from bench.experiments.device.model import (
+from bench.paper.device.command import Landing, model_of
+from bench.paper.device.copies import COPIES, CopySettings, measure_copies
+from bench.paper.device.model import (
     LOGITS_ERROR_MAX,
     Accelerator,
     CudaAccelerator,
@@ -44,11 +44,11 @@ from bench.experiments.device.model import (
     poison,
     relative_error,
 )
-from bench.experiments.device.recompute import RECOMPUTE, boundary_row, paper_added_s
-from bench.experiments.device.ttft import judged_logits
-from bench.experiments.ttft.results import Case, Scale, System, Task
-from bench.experiments.ttft.run import TTFT
+from bench.paper.device.recompute import RECOMPUTE, boundary_row, paper_added_s
+from bench.paper.device.ttft import judged_logits
 from bench.paper.tables import TOKEN_LAYER_BYTES, table_a1_a2
+from bench.paper.ttft.results import Case, Scale, System, Task
+from bench.paper.ttft.run import TTFT
 from descriptors.errors import ChunkUnavailable
 from nixl_client.client import Transport
 from nixl_client.connectors.transformers import chunks_from_cache

@@ -12,7 +12,7 @@ from bench.core.lines import plain
 from bench.core.show import as_text
 from bench.experiments import growth
 from bench.experiments.growth import Costs, GrowthSettings, Part, exponent_of, measure_growth, show, targets_of
-from bench.experiments.tiers.blocks import BytesBody
+from bench.paper.tiers.blocks import BytesBody
 
 SETTINGS = GrowthSettings(objects=(256,), operations=32, runs=1, parts=(Part.OBJECTS,))
 

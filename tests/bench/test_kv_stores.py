@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.beds.kv_stores.adapter import Prompt, Replay, StorageAdapter, block, replay, require_equal
-from bench.beds.kv_stores.adapters import FilesAdapter
-from bench.beds.kv_stores.running import RunningStore, StoreName, start
 from bench.beds.processes import BaselineError
+from bench.paper.kv_stores.adapter import Prompt, Replay, StorageAdapter, block, replay, require_equal
+from bench.paper.kv_stores.adapters import FilesAdapter
+from bench.paper.kv_stores.running import RunningStore, StoreName, start
 from objectcache.calibration.content import Bytes, VerificationError
 
 BLOCK_BYTES = 64 * 1024

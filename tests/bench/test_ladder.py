@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from bench.beds.s3_jobs import ObjectContent
 from bench.cli import run
 from bench.core.show import as_text
-from bench.experiments.ladder import raw_store
-from bench.experiments.ladder import run as ladder_run
-from bench.experiments.ladder.bed import BLOCK_BYTES, LadderSettings, NotRun, Session, even_parts, figure
-from bench.experiments.ladder.computed import element_counts, layer_payloads, planned_elements
-from bench.experiments.ladder.moves import FIVE, PARTS, Work, check_account, speedups
-from bench.experiments.ladder.run import FIGURES, measure_ladder, plot, show
+from bench.paper.ladder import raw_store
+from bench.paper.ladder import run as ladder_run
+from bench.paper.ladder.bed import BLOCK_BYTES, LadderSettings, NotRun, Session, even_parts, figure
+from bench.paper.ladder.computed import element_counts, layer_payloads, planned_elements
+from bench.paper.ladder.moves import FIVE, PARTS, Work, check_account, speedups
+from bench.paper.ladder.run import FIGURES, measure_ladder, plot, show
 from bench.paper.tables import MODELS, GroupedQuery, Latent, table_a7
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.cli import run
-from bench.experiments.orchestrator.simulated import one_regret, over_others
+from bench.paper.orchestrator.simulated import one_regret, over_others
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 
 from bench.core import experiment
 from bench.core.show import as_text
-from bench.experiments.overlap import run as command
-from bench.experiments.overlap.run import (
+from bench.paper.overlap import run as command
+from bench.paper.overlap.run import (
     CONTEXTS,
     HIT_RATES,
     MARKS,

@@ -13,11 +13,11 @@ import pytest
 
 from bench.core.experiment import WrongUse
 from bench.core.show import as_text
-from bench.experiments.scheduler import live as live_module
-from bench.experiments.scheduler.cells import cell, paper_policy, ratios, show, simulation, targets
-from bench.experiments.scheduler.live import LiveSettings, measure_live
-from bench.experiments.scheduler.run import SCHEDULER, measure_random, serve_scale, summarize
-from bench.experiments.scheduler.simulation import (
+from bench.paper.scheduler import live as live_module
+from bench.paper.scheduler.cells import cell, paper_policy, ratios, show, simulation, targets
+from bench.paper.scheduler.live import LiveSettings, measure_live
+from bench.paper.scheduler.run import SCHEDULER, measure_random, serve_scale, summarize
+from bench.paper.scheduler.simulation import (
     CALIBRATED,
     EQUAL,
     EXCERPT,

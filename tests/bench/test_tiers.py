@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.core.show import as_text
-from bench.experiments.tiers import run as command
-from bench.experiments.tiers.replay import (
+from bench.paper.tiers import run as command
+from bench.paper.tiers.replay import (
     CHUNK_TOKENS,
     ONLINE,
     CapacityExceeded,
@@ -29,8 +29,8 @@ from bench.experiments.tiers.replay import (
     read,
     replay,
 )
-from bench.experiments.tiers.run import TIERS, compared, targets_of
-from bench.experiments.tiers.show import show
+from bench.paper.tiers.run import TIERS, compared, targets_of
+from bench.paper.tiers.show import show
 from storage_server.cache.policies.policy import Key, Request
 from storage_server.cache.policies.recency import LeastRecentlyUsed
 from tests.unit.storage_server.cache.policies.streams import hit_bytes, request, streams

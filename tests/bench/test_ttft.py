@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from bench.beds.fetchers import Clock, Played, Waits, play
 from bench.core.options import filled
 from bench.core.show import NOT_MEASURED, as_text
-from bench.experiments.ttft import run as command
-from bench.experiments.ttft import run as ttft_bed
-from bench.experiments.ttft.results import (
+from bench.paper.ttft import run as command
+from bench.paper.ttft import run as ttft_bed
+from bench.paper.ttft.results import (
     CHUNK_TOKENS,
     CONTEXTS,
     HIT_RATES,
@@ -38,9 +38,9 @@ from bench.experiments.ttft.results import (
     overheads,
     sweep_row,
 )
-from bench.experiments.ttft.run import RATE_FACTORS, TTFT, FigureName, TtftOptions, TtftSettings, measure_ttft
-from bench.experiments.ttft.run import settings_of as settings_of_all
-from bench.experiments.ttft.show import show
+from bench.paper.ttft.run import RATE_FACTORS, TTFT, FigureName, TtftOptions, TtftSettings, measure_ttft
+from bench.paper.ttft.run import settings_of as settings_of_all
+from bench.paper.ttft.show import show
 from descriptors.ttft import ttft_layerwise_s
 from descriptors.units import bytes_per_s_from_gbps
 from nixl_client.client import Client

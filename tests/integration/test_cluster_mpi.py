@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from bench.beds.block_moves import LAUNCH, launcher
 from bench.beds.processes import BaselineError
+from bench.paper.block_moves import LAUNCH, launcher
 from descriptors.descriptor import Delivery
 from nixl_client.client import Client
 from tests.support.chunks import LAYOUT, N, make_chunks

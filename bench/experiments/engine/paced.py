@@ -30,8 +30,8 @@ from bench.core.show import Json
 from bench.experiments.engine.bed import Bed, running_bed
 from bench.experiments.engine.measure import WARM_UP_ROUND, best_of, measure_engines, ratio, ttfts_s, wrong
 from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, by_case
-from bench.experiments.scheduler.live import Rules, go_by
-from bench.experiments.scheduler.simulation import EQUAL_WORK_CONSERVING, SLACK
+from bench.paper.scheduler.live import Rules, go_by
+from bench.paper.scheduler.simulation import EQUAL_WORK_CONSERVING, SLACK
 from nixl_client.client import Transport
 from objectcache.calibration.samples import RoundTurns, progress_bar, spread
 from objectcache.calibration.servers import ConfiguredServer

@@ -23,7 +23,7 @@ from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
-from bench.experiments.tiers.replay import Trace, read
+from bench.paper.tiers.replay import Trace, read
 from objectcache.calibration.samples import progress_bar, spread
 from objectcache.orchestrator.rules.policies import PolicyName
 
