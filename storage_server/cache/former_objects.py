@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from storage_server.cache.caches import Cache, former_entry
-from storage_server.cache.rules.books import Entry, Name
+from storage_server.cache.rules.entry import Entry, Name
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index import queries
 from storage_server.kernel.index.reader import IndexReader

@@ -113,7 +113,7 @@ class News:
             elif noted.matched is None:
                 cache.books.use(noted.bucket, noted.keys, noted.at)
             else:
-                cache.books.expect(noted.bucket, noted.keys, noted.matched)
+                cache.books.expected.add(noted.bucket, noted.keys, noted.matched)
                 if noted.lease_s > 0:
                     cache.books.lease(noted.bucket, noted.keys[: noted.matched], noted.at + noted.lease_s)
 

@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from storage_server.cache.replacer import Replacer
-from storage_server.cache.rules.books import Name, Victim
+from storage_server.cache.rules.books import Victim
+from storage_server.cache.rules.entry import Name
 from storage_server.settings import CacheSettings
 
 PAUSE_S = 1.0

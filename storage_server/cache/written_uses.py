@@ -11,7 +11,9 @@ from typing import Any
 from descriptors.errors import ObjectCacheError
 from storage_server.cache.cache_set import CacheSet
 from storage_server.cache.news import News
-from storage_server.cache.rules.books import LEASE_SPARE_S, Books, Entry, Name
+from storage_server.cache.rules.books import Books
+from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
@@ -69,15 +71,15 @@ class WrittenUses:
             await self.save()
         elif self._has_leases:
             self._has_leases = False
-            await self._write_down(Books.leased)
-        if any(cache.books.has_unwritten_leases for cache in self._caches.all()):
+            await self._write_down(Unwritten.leased)
+        if any(cache.books.unwritten.has_leases for cache in self._caches.all()):
             self.leases_soon()  # of chunks that have come after their leases
 
     async def save(self) -> None:
         """Write down which objects were used when, so that a restart knows it."""
         self._saved_at = time.monotonic()
         self._has_leases = False
-        await self._write_down(Books.changed)
+        await self._write_down(Unwritten.changed)
 
     def _save_leases(self) -> None:
         self._lease_timer = None
@@ -91,10 +93,10 @@ class WrittenUses:
         if abs(self._day.leap_s - self._written_leap_s) > LEASE_SPARE_S:
             self._written_leap_s = self._day.leap_s
             for cache in self._caches.all():
-                await self._io.run(cache.books.forget_written_leases)
+                await self._io.run(cache.books.unwritten.forget_written_leases)
             self._has_leases = True
 
-    async def _write_down(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> None:
+    async def _write_down(self, what: Callable[[Unwritten], list[tuple[Name, Entry]]]) -> None:
         if not self._caches.is_needed or not self._news.is_restored:
             return
         found = await self._io.run(partial(self._drained, what))
@@ -107,9 +109,11 @@ class WrittenUses:
                 await self._io.run(partial(_not_written, found[start:]))
                 raise
 
-    def _drained(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> list[_Use]:
+    def _drained(self, what: Callable[[Unwritten], list[tuple[Name, Entry]]]) -> list[_Use]:
         self._news.take_over()
-        return [(cache.books, name, entry) for cache in self._caches.all() for name, entry in what(cache.books)]
+        return [
+            (cache.books, name, entry) for cache in self._caches.all() for name, entry in what(cache.books.unwritten)
+        ]
 
 
 def _key_use(name: Name, entry: Entry, leap_s: float) -> KeyUse:
@@ -120,4 +124,4 @@ def _key_use(name: Name, entry: Entry, leap_s: float) -> KeyUse:
 
 def _not_written(uses: Sequence[_Use]) -> None:
     for books, name, _ in uses:
-        books.not_written([name])
+        books.unwritten.not_written([name])

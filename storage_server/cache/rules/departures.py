@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from storage_server.cache.rules.books import Name
+from storage_server.cache.rules.entry import Name
 
 BATCHES_MAX = 256
 

@@ -18,7 +18,7 @@ from descriptors.messages import LEASE_S_MAX
 from descriptors.objects import ListRequest, PutRequest, ReadRequest
 from descriptors.units import KIB, MIB
 from storage_server.cache import evictor, former_objects, news, written_uses
-from storage_server.cache.rules.books import Books
+from storage_server.cache.rules.unwritten import Unwritten
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import slow_readers
 from storage_server.kernel.data import space
@@ -257,7 +257,7 @@ async def test_the_lease_of_a_chunk_that_comes_later_is_on_the_disk_soon_after_i
         await _noted(store, lambda noted: True)
         asked_s = time.time()
         assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
-        await until(lambda: Books.leased in written)  # all leases that were known are written down
+        await until(lambda: Unwritten.leased in written)  # all leases that were known are written down
         await store.objects.put_object("k", PutRequest("cached", "a", 5), BytesBody(b"bytes"))
         noted = await _noted(store, lambda noted: "a" in noted)
         assert noted["a"] >= asked_s + 60

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from storage_server.cache.replacements import Replacements
-from storage_server.cache.rules.books import Entry, Victim
+from storage_server.cache.rules.books import Victim
+from storage_server.cache.rules.entry import Entry
 from storage_server.settings import CacheSettings
 from tests.support.waiting import settled
 

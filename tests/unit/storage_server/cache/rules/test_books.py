@@ -14,8 +14,10 @@ from storage_server.cache.policies.choice import POLICIES, Eviction
 from storage_server.cache.policies.policy import Request
 from storage_server.cache.policies.reuse_classes import Use, class_path
 from storage_server.cache.policies.reuse_value import ReuseValue
-from storage_server.cache.rules import books as books_module
-from storage_server.cache.rules.books import LEASE_SPARE_S, Books, Entry, Name, Victim
+from storage_server.cache.rules import awaited
+from storage_server.cache.rules.books import Books, Victim
+from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.unwritten import LEASE_SPARE_S
 
 BUCKET = "cached"
 
@@ -63,7 +65,7 @@ def test_a_copy_of_an_old_object_is_as_new_as_its_coming() -> None:
     """Also after a restart: what is fetched from upstream was stored there long ago."""
     books = filled("ab", made())
     books.put((BUCKET, "old"), entry(-1e6)._replace(used_at=5.0))
-    assert [name[1] for name, _ in books.changed()] == ["old"]
+    assert [name[1] for name, _ in books.unwritten.changed()] == ["old"]
     assert left(books.leaving(1, 6.0)) == "ab"
 
 
@@ -79,7 +81,7 @@ def test_another_version_replaces_the_size() -> None:
 def test_chunks_put_one_by_one_behind_a_lookup_are_a_chain() -> None:
     """An engine looks a prompt up, computes what is missing, and puts it chunk by chunk."""
     books = filled("a", made())
-    books.expect(BUCKET, ["a", "b", "c"], 1)
+    books.expected.add(BUCKET, ["a", "b", "c"], 1)
     for number, key in enumerate("cb", 5):
         books.put((BUCKET, key), entry(float(number)))
     books.put((BUCKET, "c"), entry(8.0, version=2))
@@ -152,7 +154,7 @@ def test_a_restart_knows_the_order_and_the_parents(eviction: Eviction) -> None:
         ((BUCKET, "loop2"), entry(2.0)._replace(used_at=5.0, use_count=2, parent="loop1")),
     ]
     restore(books, found)
-    assert books.changed() == []
+    assert books.unwritten.changed() == []
     order = left([*books.leaving(3, 10.0), *books.leaving(0, 10.0)])
     assert order.index("c") < order.index("b") < order.index("a")
     if eviction is Eviction.LRU:
@@ -187,12 +189,12 @@ def test_what_a_restart_finds_twice_counts_once() -> None:
 def test_uses_are_written_down_once() -> None:
     books = filled("ab", made())
     books.use(BUCKET, ["a", "b"], 7.0)
-    changed = dict(books.changed())
+    changed = dict(books.unwritten.changed())
     assert {name[1]: (known.used_at, known.use_count, known.parent) for name, known in changed.items()} == {
         "a": (7.0, 2, None),
         "b": (7.0, 2, "a"),
     }
-    assert books.changed() == []
+    assert books.unwritten.changed() == []
 
 
 Step = tuple[str, str, int, float]
@@ -226,7 +228,7 @@ def test_books_agree_with_the_cache_whatever_happens(eviction: Eviction, script:
         elif what == "use":
             books.use(BUCKET, list(keys), now)
         elif what == "expect":
-            books.expect(BUCKET, list(keys), nbytes % 3)
+            books.expected.add(BUCKET, list(keys), nbytes % 3)
         for victim in books.leaving(12 if what != "leave" else nbytes, now):
             assert victim.key not in pinned
             assert held.pop(victim.key) == victim.entry.nbytes
@@ -246,7 +248,7 @@ def test_leased_chunks_stay_until_the_last_lease_ends() -> None:
     books.lease(BUCKET, ["a"], 25.0)
     assert left(books.leaving(0, 10.0)) == "c"
     assert left(books.leaving(0, 20.0)) == "b"
-    assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0 + LEASE_SPARE_S
+    assert dict(books.unwritten.changed())[BUCKET, "a"].leased_until == 30.0 + LEASE_SPARE_S
     assert left(books.leaving(0, 30.0)) == "a"
 
 
@@ -254,19 +256,19 @@ def test_a_lease_is_written_down_once_and_its_renewals_when_they_matter() -> Non
     """A hot prefix is looked up many times a second, and each lookup renews its leases."""
     books = filled("abc", made())
     books.lease(BUCKET, ["a", "b"], 60.0)
-    assert {name[1]: entry.leased_until for name, entry in books.leased()} == {"a": 70.0, "b": 70.0}
+    assert {name[1]: entry.leased_until for name, entry in books.unwritten.leased()} == {"a": 70.0, "b": 70.0}
     for number in range(11):
         books.lease(BUCKET, ["a"], 60.0 + number)
-        assert books.leased() == []
+        assert books.unwritten.leased() == []
     books.lease(BUCKET, ["a"], 71.0)
-    assert [(name[1], entry.leased_until) for name, entry in books.leased()] == [("a", 81.0)]
+    assert [(name[1], entry.leased_until) for name, entry in books.unwritten.leased()] == [("a", 81.0)]
     books.use(BUCKET, ["a"], 20.0)
-    assert [(name[1], entry.leased_until) for name, entry in books.changed()] == [("a", 81.0)]
+    assert [(name[1], entry.leased_until) for name, entry in books.unwritten.changed()] == [("a", 81.0)]
     books.lease(BUCKET, ["c"], 50.0)
-    books.not_written(name for name, _ in books.leased())
-    assert [name[1] for name, _ in books.leased()] == ["c"]
+    books.unwritten.not_written(name for name, _ in books.unwritten.leased())
+    assert [name[1] for name, _ in books.unwritten.leased()] == ["c"]
     books.remove((BUCKET, "c"))
-    assert books.leased() == []
+    assert books.unwritten.leased() == []
 
 
 def test_a_chunk_that_was_to_leave_stays_where_somebody_gets_a_lease_of_it_before() -> None:
@@ -275,7 +277,7 @@ def test_a_chunk_that_was_to_leave_stays_where_somebody_gets_a_lease_of_it_befor
     books.lease(BUCKET, ["a"], 20.0)
     assert left(books.leaving(2, 3.0)) == "b"
     assert left(books.leaving(0, 4.0)) == "c"
-    assert dict(books.leased())[BUCKET, "a"].leased_until == 20.0 + LEASE_SPARE_S
+    assert dict(books.unwritten.leased())[BUCKET, "a"].leased_until == 20.0 + LEASE_SPARE_S
     assert left(books.leaving(0, 21.0)) == "a"
 
 
@@ -289,9 +291,9 @@ def test_a_chunk_that_somebody_deleted_is_not_brought_back_by_a_lease() -> None:
 def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
     books = made()
     restore(books, [((BUCKET, "a"), entry(1.0, leased_until=70.0))])
-    assert books.leased() == []
+    assert books.unwritten.leased() == []
     books.use(BUCKET, ["a"], 20.0)
-    assert [entry.leased_until for _, entry in books.changed()] == [70.0]
+    assert [entry.leased_until for _, entry in books.unwritten.changed()] == [70.0]
 
 
 def test_an_object_of_a_clock_that_was_ahead_keeps_no_others_from_their_end() -> None:
@@ -315,7 +317,7 @@ def test_an_object_that_is_restored_twice_ends_once() -> None:
 def test_a_lease_of_a_clock_that_was_ahead_ends_within_the_longest_lease() -> None:
     books = made()
     restore(books, [((BUCKET, "a"), entry(1.0, leased_until=1e9))])
-    assert [entry.leased_until for _, entry in books.leased()] == [20.0 + LEASE_S_MAX + LEASE_SPARE_S]
+    assert [entry.leased_until for _, entry in books.unwritten.leased()] == [20.0 + LEASE_S_MAX + LEASE_SPARE_S]
 
 
 @pytest.mark.parametrize("eviction", Eviction)
@@ -326,7 +328,7 @@ def test_a_lease_waits_for_its_chunk(eviction: Eviction) -> None:
     books.lease(BUCKET, ["x"], 15.0)
     books.put((BUCKET, "x"), entry(10.0))
     assert "x" not in left(books.leaving(0, 11.0))
-    assert dict(books.changed())[BUCKET, "x"].leased_until == 20.0 + LEASE_SPARE_S
+    assert dict(books.unwritten.changed())[BUCKET, "x"].leased_until == 20.0 + LEASE_SPARE_S
     books.put((BUCKET, "y"), entry(21.0))
     assert sorted(left(books.leaving(0, 21.0))) == ["x", "y"]
     books.put((BUCKET, "x"), entry(22.0))
@@ -335,13 +337,13 @@ def test_a_lease_waits_for_its_chunk(eviction: Eviction) -> None:
 
 def test_leases_of_what_never_comes_take_a_bounded_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that waits for everything must not make the leases of another one be forgotten."""
-    monkeypatch.setattr(books_module, "AWAITED_MAX", 8)
+    monkeypatch.setattr(awaited, "AWAITED_MAX", 8)
     books = made()
     books.lease("quiet", ["q"], 100.0)
     for bucket in ("first", "second", "third"):
         books.lease(bucket, [f"{bucket}-{number}" for number in range(100)], 100.0)
-    assert sum(map(len, books._awaited.values())) == 8
-    assert max(map(len, books._awaited.values())) <= 4
+    assert sum(map(len, books._awaited._ends.values())) == 8
+    assert max(map(len, books._awaited._ends.values())) <= 4
     for name in (("quiet", "q"), ("third", "third-99"), ("third", "third-0")):
         books.put(name, entry(1.0))
     assert left(books.leaving(0, 2.0)) == "third-0"
@@ -413,11 +415,11 @@ def test_leases_that_are_renewed_without_end_take_no_memory() -> None:
     for number in range(1000):
         books.lease(BUCKET, ["a", "b"], 100.0 + number)
         books.leaving(100, float(number) / 20)
-    assert len(books._hold_ends) == 2
+    assert len(books._ends._heap) == 2
     assert left(books.leaving(0, 1098.0)) == ""
-    assert len(books._hold_ends) == 2
+    assert len(books._ends._heap) == 2
     assert sorted(left(books.leaving(0, 1099.0))) == ["a", "b"]
-    assert (books._hold_ends, books._next_ends) == ([], {})
+    assert (books._ends._heap, books._ends._next) == ([], {})
 
 
 def test_what_has_left_takes_no_memory() -> None:
@@ -429,7 +431,7 @@ def test_what_has_left_takes_no_memory() -> None:
         books.leaving(3, float(number))
         if number % 2:
             books.remove(name)
-    assert max(map(len, (books._births, books._entries, books._changed))) <= 3
+    assert max(map(len, (books._births._births, books._entries, books.unwritten._changed))) <= 3
 
 
 def test_pins_of_what_was_deleted_take_no_memory() -> None:
@@ -437,7 +439,7 @@ def test_pins_of_what_was_deleted_take_no_memory() -> None:
     for number in range(5000):
         books.put((BUCKET, str(number)), entry(0.0, pinned_until=1e12))
         books.remove((BUCKET, str(number)))
-    assert len(books._hold_ends) <= 1002
+    assert len(books._ends._heap) <= 1002
 
 
 def test_an_earlier_end_of_a_pin_counts() -> None:
@@ -459,10 +461,12 @@ def test_a_held_object_does_not_keep_others_from_expiring() -> None:
 
 def test_the_prefixes_that_somebody_has_asked_for_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a kilobyte would take sixteen times as much as those of chunks."""
-    monkeypatch.setattr(books_module, "EXPECTED_CHARACTERS_MAX", 1000)
+    monkeypatch.setattr(awaited, "EXPECTED_CHARACTERS_MAX", 1000)
     books = Books(POLICIES[Eviction.LRU](1 << 20))
     for number in range(50):
-        books.expect("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
-        books.expect("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
-        assert books._expected_characters == sum(len(key) + len(parent) for (_, key), parent in books._expected.items())
-        assert books._expected_characters <= 1000
+        books.expected.add("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
+        books.expected.add("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
+        assert books.expected._characters == sum(
+            len(key) + len(parent) for (_, key), parent in books.expected._parents.items()
+        )
+        assert books.expected._characters <= 1000
