@@ -15,7 +15,7 @@ LEASE_SPARE_S = 10.0
 
 
 class Unwritten:
-    """What of `entries`, which their owner keeps, is not written down yet."""
+    """The part of `entries`, which their owner keeps, that is not written down yet."""
 
     def __init__(self, entries: Mapping[Name, Entry]) -> None:
         self._entries = entries
