@@ -104,7 +104,7 @@ class Replacer:
         if not codecs:
             return None
         exact = memoryview(bytearray(layout.nbytes))
-        read_object(self._files.read_into, extents, 0, exact)
+        read_object(self._files.open.read_into, extents, 0, exact)
         for codec in codecs:
             made = self._recoder.encode(exact, reading, codec)
             if made is None or max_error is None or made[0].worst_error <= max_error:

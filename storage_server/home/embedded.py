@@ -113,7 +113,7 @@ class EmbeddedStore:
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
         self.bodies = BodyWriter(self.segments, disk, settings.durability, share, self._io, self.bound)
-        self._body_reader = BodyReader(self.files, share, self._io)
+        self._body_reader = BodyReader(self.files.open, share, self._io)
         self.objects = Objects(
             self.reader,
             self.files,

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk
-from storage_server.kernel.data.extents import ExtentFiles, Location
+from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.reads import Reads
+from storage_server.kernel.rules.pins import Location
 from storage_server.planning.extent import CorruptExtentError
 
 IO_THREADS = 4
@@ -34,11 +34,10 @@ class FilesBeside(ExtentFiles):
     def pin(self, file_ids: Iterable[str]) -> bool:
         wanted = list(file_ids)
         with self._lock:
-            self._pins.update(wanted)
-            self._whole.update(wanted)
+            self._pins.pin(wanted, only_live=False)
         try:
             for file_id in wanted:
-                self.held_descriptor(file_id)
+                self.open.held_descriptor(file_id)
         except (CorruptExtentError, OSError) as error:
             self.unpin(wanted)
             if isinstance(error, OSError):
@@ -52,13 +51,6 @@ class FilesBeside(ExtentFiles):
     def unpin_locations(self, locations: Sequence[Location]) -> None:
         self.unpin({file_id for file_id, _ in locations})
 
-    def close_deleted(self) -> None:
-        """Close files that were deleted and that nobody here reads, because only then is their space free."""
-        with self._lock:
-            for file_id in [name for name in self._fds if not self._pins.get(name)]:
-                if os.fstat(self._fds[file_id]).st_nlink == 0:
-                    os.close(self._fds.pop(file_id))
-
 
 class StoreBeside:
     """A store that another process writes; `reads` answers the calls that only read. `start` before
@@ -69,7 +61,9 @@ class StoreBeside:
         self._files = FilesBeside(directory, open_files_max, Disk())
         self._index = IndexReader(directory / "index.sqlite3")
         self._io = IoThreads(IO_THREADS)
-        self.reads = Reads(self._index, self._files, BodyReader(self._files, BufferShare(buffer_bytes), self._io), None)
+        self.reads = Reads(
+            self._index, self._files, BodyReader(self._files.open, BufferShare(buffer_bytes), self._io), None
+        )
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -90,6 +84,6 @@ class StoreBeside:
         while True:
             await asyncio.sleep(DELETED_CHECK_INTERVAL_S)
             try:
-                self._files.close_deleted()
+                self._files.open.close_deleted()
             except OSError:
                 _log.exception("deleted files could not be closed")

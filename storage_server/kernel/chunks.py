@@ -66,9 +66,9 @@ class EmbeddedChunks:
         numbers = np.unique(rows[:, Row.SOURCE])
         numbers = numbers[numbers != RESIDENT]
         try:
-            with self._files.lent([table.files[number] for number in numbers]) as descriptors:
+            with self._files.open.lent([table.files[number] for number in numbers]) as descriptors:
                 opened = _opened(rows, numbers, descriptors)
-                failure = native.gather(opened, table.words, address, past_cache, self._files.direct_files_max)
+                failure = native.gather(opened, table.words, address, past_cache, self._files.open.direct_files_max)
                 rows[:, Row.LANDING] = opened[:, Row.LANDING]
                 return _row_failure(failure)
         except OSError as error:
@@ -79,7 +79,7 @@ class EmbeddedChunks:
 
     def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         """Read and prove bytes of the extent from its file."""
-        self._files.read_into(extent, start, view)
+        self._files.open.read_into(extent, start, view)
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         """Remember the damage until the process ends, or until the object has other extents."""

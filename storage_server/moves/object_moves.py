@@ -211,11 +211,11 @@ class ObjectMoves:
         with corrupt_is_internal():
             if len(view) <= AT_ONCE_BYTES_MAX:
                 try:
-                    read_object(files.read_cached_into, extents, start, view)
+                    read_object(files.open.read_cached_into, extents, start, view)
                     return
                 except BlockingIOError:
                     pass
-            await self._io.run(lambda: read_object(files.read_into, extents, start, view))
+            await self._io.run(lambda: read_object(files.open.read_into, extents, start, view))
 
 
 def _require_target(head: ReadHead, target_bytes: int) -> None:

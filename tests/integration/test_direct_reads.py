@@ -70,10 +70,10 @@ def test_cold_chunks_arrive_whole_and_stay_in_memory(stack: LocalStack, prefix: 
     """The next delivery reads no file."""
     prefix.fetch(delivery)
     assert eventually(lambda: stack.storage.dram.resident_count == N)
-    read = stack.storage.store.files.lent
-    stack.storage.store.files.lent = None
+    read = stack.storage.store.files.open.lent
+    stack.storage.store.files.open.lent = None
     prefix.fetch(delivery)
-    stack.storage.store.files.lent = read
+    stack.storage.store.files.open.lent = read
 
 
 def test_a_prefix_larger_than_the_memory_arrives_again_and_again(tmp_path: Path) -> None:

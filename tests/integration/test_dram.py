@@ -27,10 +27,10 @@ def test_deliveries_from_memory_are_the_stored_bytes(local: LocalStack, keys: li
 
         assert fetched() == chunks.tobytes()
         assert eventually(lambda: local.storage.dram.resident_count == N)
-        read = local.storage.store.files.lent
-        local.storage.store.files.lent = None  # type: ignore[assignment,method-assign]
+        read = local.storage.store.files.open.lent
+        local.storage.store.files.open.lent = None  # type: ignore[assignment,method-assign]
         assert fetched() == chunks.tobytes()
-        local.storage.store.files.lent = read  # type: ignore[method-assign]
+        local.storage.store.files.open.lent = read  # type: ignore[method-assign]
         client.put_chunks(keys[:3], list(newer[:3]))
         assert fetched() == np.concatenate([newer[:3], chunks[3:]]).tobytes()
         assert eventually(lambda: local.storage.store.files.pinned_count == 0)

@@ -222,7 +222,7 @@ def _preadv(blocks: Sequence[Block]) -> None:
 def _proved_read(blocks: Sequence[Block], files: FilesBeside) -> None:
     """The store's own reads, block by block, checksums proved."""
     for block in blocks:
-        files.read_into(block.extent, 0, block.target.data)
+        files.open.read_into(block.extent, 0, block.target.data)
 
 
 def _uring_read(blocks: Sequence[Block], stack: ExitStack) -> Callable[[], None]:

@@ -152,7 +152,7 @@ def _aggregated(folder: Path, bodies: Sequence[bytes], is_synced: bool) -> Steps
             def read(index: int) -> Bytes:
                 buffer = np.empty(len(bodies[index]), dtype=np.uint8)
                 for extent in found[index] or ():
-                    store.files.read_into(extent, 0, buffer.data)
+                    store.files.open.read_into(extent, 0, buffer.data)
                 return buffer
 
             with ThreadPoolExecutor(AT_ONCE) as pool:

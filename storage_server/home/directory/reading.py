@@ -12,7 +12,7 @@ from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.threads import finished
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.refusals import unreachable
-from storage_server.kernel.data.extents import ExtentFiles
+from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, read_object
 
 BURST_S = 0.1
@@ -42,7 +42,7 @@ class Rate:
 class SharedReads:
     """Reads of `files`, in at most `threads` threads. `read` is called on an event loop."""
 
-    def __init__(self, files: ExtentFiles, threads: int, bytes_per_s: float | None) -> None:
+    def __init__(self, files: OpenFiles, threads: int, bytes_per_s: float | None) -> None:
         self._files = files
         self._rate = Rate(bytes_per_s)
         self._threads = ThreadPoolExecutor(threads, "shared-read")

@@ -135,7 +135,7 @@ class SharedDirectory:
         objects = Objects(
             self.reader,
             self.files,
-            BodyReader(self.files, share, self._io),
+            BodyReader(self.files.open, share, self._io),
             resolved,
             self.committer,
             bodies,
@@ -147,7 +147,7 @@ class SharedDirectory:
             self.reader, self.committer, bodies, storage.object_bytes_max, objects, watcher, OBJECT_BYTES_MAX
         )
         self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
-        self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
+        self._reads = SharedReads(self.files.open, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
         self.uploads = SharedUploads(uploads, self.following)
         self.lifecycle = Lifecycle(objects, uploads, self.reader, change)

@@ -15,8 +15,8 @@ from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import finished
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
 from storage_server.kernel.data.disk import Disk
-from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.kernel.data.pump import ExtentPump
 from storage_server.kernel.data.segments import ExtentWriter, Pending, Segments
 from storage_server.kernel.data.space import PATIENCE_S, ArrivingBody, Bound
@@ -174,7 +174,7 @@ async def _once(piece: Piece) -> AsyncIterator[Piece]:
 class BodyReader:
     """Reads bytes from the disk: the next piece is read while the piece before is sent."""
 
-    def __init__(self, files: ExtentFiles, share: BufferShare, io: IoThreads) -> None:
+    def __init__(self, files: OpenFiles, share: BufferShare, io: IoThreads) -> None:
         self._files = files
         self._share = share
         self._io = io

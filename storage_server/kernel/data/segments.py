@@ -20,9 +20,10 @@ from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from objectcache.adapters.beneath import Beneath
 from storage_server.kernel.data.disk import Disk
-from storage_server.kernel.data.extents import ExtentFiles, Hole
+from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.space import Space
 from storage_server.kernel.rules.body_hashes import BodyHashes
+from storage_server.kernel.rules.pins import Hole
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import Extent, aligned
 

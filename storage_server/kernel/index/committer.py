@@ -26,7 +26,6 @@ from typing import Any, Protocol, TypeVar
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.beneath import Beneath
 from storage_server.kernel.data.disk import Disk, disk_error
-from storage_server.kernel.data.extents import Hole
 from storage_server.kernel.data.segments import Pending, WriteFile
 from storage_server.kernel.data.space import Space
 from storage_server.kernel.index.identity import Identity, Mark, count_transaction, read_identity
@@ -34,6 +33,7 @@ from storage_server.kernel.index.reserve import Reserve
 from storage_server.kernel.index.resolved import ResolvedKeys
 from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shrink
 from storage_server.kernel.index.transaction import Transaction, version_counter
+from storage_server.kernel.rules.pins import Hole
 from storage_server.kernel.rules.rows import Committed, Touched
 from storage_server.planning.durability import Durability
 

@@ -292,7 +292,7 @@ class Compactor:
         for span in spans:
             view = buffer[: span.nbytes]
             try:
-                self._files.read_into(span.move.source, span.start, view)
+                self._files.open.read_into(span.move.source, span.start, view)
             except CorruptExtentError as error:
                 return Damaged(span.move.source.file_id, str(error))
             target.write(view, span.move.offset + span.start, self._disk)
@@ -312,7 +312,7 @@ class Compactor:
     def _prove_some(self, spans: Sequence[CopyStep], file_id: str, buffer: memoryview) -> None:
         for span in spans:
             try:
-                self._files.read_into(span.move.target(file_id), span.start, buffer[: span.nbytes])
+                self._files.open.read_into(span.move.target(file_id), span.start, buffer[: span.nbytes])
             except CorruptExtentError as error:
                 raise ServerError(
                     ErrorCode.INTERNAL_ERROR, f"a new segment does not read as it was written: {error}", retryable=True

@@ -239,7 +239,7 @@ def _is_step_equal(files: ExtentFiles, extents: Sequence[Extent], start: int, bu
     nbytes = min(STEP_BYTES, extents[0].nbytes - start)
     try:
         for extent, buffer in zip(extents, buffers, strict=True):
-            files.read_into(extent, start, memoryview(buffer)[:nbytes])
+            files.open.read_into(extent, start, memoryview(buffer)[:nbytes])
     except CorruptExtentError as error:
         _log.error("an extent is damaged and is not shared: %s", error)
         return False

@@ -44,7 +44,7 @@ def _unproved(suspects: Sequence[tuple[int, int, Extent]], files: ExtentFiles) -
     that were proved may have come from the page cache.
     """
     for file_id in {extent.file_id for _, _, extent in suspects if extent.file_id}:  # an empty body has no file
-        files.sync(file_id)
+        files.open.sync(file_id)
     return [(version, number) for version, number, extent in suspects if not is_intact(files, extent)]
 
 
@@ -53,7 +53,7 @@ def is_intact(files: ExtentFiles, extent: Extent) -> bool:
     buffer = memoryview(bytearray(min(PROOF_BYTES, extent.nbytes)))
     try:
         for start in range(0, extent.nbytes, PROOF_BYTES):
-            files.read_into(extent, start, buffer[: min(PROOF_BYTES, extent.nbytes - start)])
+            files.open.read_into(extent, start, buffer[: min(PROOF_BYTES, extent.nbytes - start)])
     except CorruptExtentError:
         return False
     return True

@@ -107,7 +107,7 @@ def _first_bad(files: FilesBeside, extent: Extent) -> tuple[int, str] | None:
     buffer = memoryview(bytearray(min(PIECE_BYTES, extent.nbytes)))
     for start in range(0, extent.nbytes, PIECE_BYTES):
         try:
-            files.read_into(extent, start, buffer[: min(PIECE_BYTES, extent.nbytes - start)])
+            files.open.read_into(extent, start, buffer[: min(PIECE_BYTES, extent.nbytes - start)])
         except CorruptExtentError as error:
             return start, str(error)
     return None

@@ -94,7 +94,7 @@ async def test_a_prefix_is_never_older_than_the_last_answer(tmp_path: Path) -> N
             assert await store.objects.matched("bbb", keys[:1]) in (0, 1)
             async with store.objects.open_prefix("bbb", keys[:1], sizes, prefix_only=False) as chunks:
                 data = memoryview(bytearray(sizes))
-                read_object(store.files.read_into, chunks[0], 0, data)
+                read_object(store.files.open.read_into, chunks[0], 0, data)
             turn = int.from_bytes(data[:4], "little")
             assert turn >= before[keys[0]]
             assert bytes(data) == turn.to_bytes(4, "little") * (sizes // 4)

@@ -26,9 +26,10 @@ from descriptors.units import MIB
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import removal
-from storage_server.kernel.data import extents as extents_module
-from storage_server.kernel.data.extents import ExtentFiles, PinSet, joined
+from storage_server.kernel.data.extents import ExtentFiles, PinSet
 from storage_server.kernel.data.space import Space
+from storage_server.kernel.rules import pins as pins_module
+from storage_server.kernel.rules.pins import joined
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from tests.support.chunks import BytesBody
@@ -181,9 +182,9 @@ async def test_open_files_are_bounded_and_reads_go_on(tmp_path: Path) -> None:
     async with store.objects.open_prefix("bbb", keys, LARGE, prefix_only=False) as chunks:
         for index, (extent,) in enumerate(chunks):
             view = bytearray(8)
-            store.files.read_into(extent, 0, memoryview(view))
+            store.files.open.read_into(extent, 0, memoryview(view))
             assert bytes(view) == content(8, index)
-        assert store.files.open_count == 2
+        assert store.files.open.count == 2
     store.close()
 
 
@@ -275,7 +276,7 @@ def test_a_reader_reads_the_index_again_where_its_own_places_were_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where others were; and where too many were to be remembered, to be sure."""
-    monkeypatch.setattr(extents_module, "PUNCHED_MAX", 3)
+    monkeypatch.setattr(pins_module, "PUNCHED_MAX", 3)
     files = ExtentFiles(tmp_path, 10, FaultyDisk())
     files.add("f")
     before = files.punch_count

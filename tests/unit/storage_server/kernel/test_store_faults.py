@@ -28,6 +28,7 @@ from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums, first_bad_block
 from storage_server.planning.durability import Durability
 from storage_server.planning.extent import Extent
@@ -337,7 +338,7 @@ async def test_puts_cut_off_while_their_place_is_made_leave_no_file_open(tmp_pat
 async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() -> None:
     """A reader that is cancelled twice, once by its connection and once by its handler."""
 
-    class HeldFiles(ExtentFiles):
+    class HeldFiles(OpenFiles):
         """The first read ends at once, the one ahead of it when it may."""
 
         def __init__(self) -> None:
