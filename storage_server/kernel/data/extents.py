@@ -152,8 +152,8 @@ class ExtentFiles:
             return self._pins.is_punched(locations, since)
 
     def _noted(self, freed: Freed) -> Freed:
-        """Bytes that a reader has freed count as about to come back from the moment at which no reader withholds them: else
-        writers would be refused in between. The caller must hold the lock.
+        """Bytes that a reader has freed count as about to come back from the moment at which no reader withholds them:
+        else writers would be refused in between. The caller must hold the lock.
         """
         for file_id in freed.files:
             self._space.doom_file(file_id)
