@@ -91,13 +91,13 @@ class UpstreamChunks:
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             is_again = next(attempts) > 0
             since = self._cache.evictor.before_lookup()
-            await objects.expect(memory, len(keys), layout.chunk_bytes)
+            await objects.prefixes.expect(memory, len(keys), layout.chunk_bytes)
             found = await self._found(bucket, keys, memory)
             await self._require_current(bucket, keys, found)
             missing = [index for index, extents in enumerate(found) if extents is None]
             absent = [index for index in missing if not self._is_lost(bucket, keys[index])]
             if absent:
-                await objects.reserve(memory, len(keys), layout.chunk_bytes)
+                await objects.prefixes.reserve(memory, len(keys), layout.chunk_bytes)
                 await self._stop_stale(bucket, [keys[index] for index in absent])
                 self._cache.evictor.note_lookup(bucket, keys, absent[0], since)
                 wanted = [keys[index] for index in absent]
@@ -112,11 +112,11 @@ class UpstreamChunks:
                 lambda: usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only),
                 is_long=len(keys) + sum(len(each) for each in found if each) > HERE_ITEMS_MAX,
             )
-            await objects.reserve(memory, len(usable), layout.chunk_bytes)
-            await objects.fill_checksums(bucket, keys, usable, layout.chunk_bytes)
+            await objects.prefixes.reserve(memory, len(usable), layout.chunk_bytes)
+            await objects.prefixes.fill_checksums(bucket, keys, usable, layout.chunk_bytes)
             return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
 
-        async with objects.reserving() as memory, pinned(self._cache.files, find) as (chunks, extents):
+        async with objects.prefixes.reserving() as memory, pinned(self._cache.files, find) as (chunks, extents):
             self._cache.evictor.note_read(bucket, keys[: len(chunks)])
             held = hold_landed(extents)
             try:
@@ -154,7 +154,7 @@ class UpstreamChunks:
         """The extents of the chunks that the cache has."""
         count = 0
         try:
-            async with aclosing(self._cache.objects.resolve(bucket, keys)) as parts:
+            async with aclosing(self._cache.objects.prefixes.resolve(bucket, keys)) as parts:
                 async for part in parts:
                     count += len(part)
                     yield part
@@ -166,7 +166,7 @@ class UpstreamChunks:
     async def _found(self, bucket: str, keys: Sequence[str], memory: Held) -> list[list[Extent] | None]:
         """The same at once, for a delivery that has room for the checksums."""
         try:
-            found, _ = await self._cache.objects.found(bucket, keys, memory, takes_damaged=False)
+            found, _ = await self._cache.objects.prefixes.found(bucket, keys, memory, takes_damaged=False)
         except CallerError as error:
             if error.code is not ErrorCode.NO_SUCH_BUCKET:
                 raise

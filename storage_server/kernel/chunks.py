@@ -31,15 +31,15 @@ class EmbeddedChunks:
         self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AbstractAsyncContextManager[list[list[Extent]]]:
         """Look the chunks up in the index and pin their files."""
-        return self._reads.open_prefix(bucket, keys, layout.chunk_bytes, prefix_only=prefix_only, reader=reader)
+        return self._reads.prefixes.open(bucket, keys, layout.chunk_bytes, prefix_only=prefix_only, reader=reader)
 
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """Count the leading keys that are stored; their extents are remembered for the descriptor that follows."""
-        return await self._reads.matched(bucket, keys, lease_s, reader)
+        return await self._reads.prefixes.matched(bucket, keys, lease_s, reader)
 
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """Look the chunks up in the index; damaged ones are not here."""
-        return self._reads.resolve(bucket, keys)
+        return self._reads.prefixes.resolve(bucket, keys)
 
     @property
     def is_cut_off(self) -> bool:

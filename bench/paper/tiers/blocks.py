@@ -147,7 +147,7 @@ def _aggregated(folder: Path, bodies: Sequence[bytes], is_synced: bool) -> Steps
             if is_synced:
                 return {"write_synced": written_s}
             names = [str(index) for index in range(len(bodies))]
-            found = [extents async for part in store.objects.resolve(BUCKET, names) for extents in part]
+            found = [extents async for part in store.objects.prefixes.resolve(BUCKET, names) for extents in part]
 
             def read(index: int) -> Bytes:
                 buffer = np.empty(len(bodies[index]), dtype=np.uint8)

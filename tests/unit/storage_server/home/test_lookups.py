@@ -34,7 +34,7 @@ async def test_a_leased_chunk_that_is_just_leaving_the_cache_comes_again() -> No
         yield [[Extent("file", 0, 1, bytes(4), 0)] for _ in keys]
 
     cache: Any = SimpleNamespace(
-        objects=SimpleNamespace(resolve=resolve),
+        objects=SimpleNamespace(prefixes=SimpleNamespace(resolve=resolve)),
         evictor=SimpleNamespace(before_lookup=lambda: 7, note_lookup=lambda bucket, keys, matched, since, lease_s: 2),
     )
     nothing: Any = None
@@ -74,7 +74,7 @@ def cached_before(home: Home, cached: int) -> UpstreamChunks:
         yield [[Extent("file", 0, 1, bytes(4), 0)] if KEYS.index(key) < cached else None for key in keys]
 
     cache: Any = SimpleNamespace(
-        objects=SimpleNamespace(resolve=resolve),
+        objects=SimpleNamespace(prefixes=SimpleNamespace(resolve=resolve)),
         evictor=SimpleNamespace(
             before_lookup=lambda: 7, note_lookup=lambda bucket, keys, matched, since, lease_s: matched
         ),

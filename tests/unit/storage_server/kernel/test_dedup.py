@@ -253,7 +253,7 @@ async def test_sharing_forgets_only_what_it_moved(tmp_path: Path, monkeypatch: p
     for key, seed in (("one", 1), ("two", 1), ("other", 2)):
         await put(store, key, content(SMALL, seed))
     keys = ["one", "two", "other"]
-    await resolved(store.objects, "bbb", keys)
+    await resolved(store.objects.prefixes, "bbb", keys)
     await share(store)
     looked_up: list[str] = []
     prefix = queries.prefix
@@ -265,7 +265,7 @@ async def test_sharing_forgets_only_what_it_moved(tmp_path: Path, monkeypatch: p
         return prefix(db, bucket, keys, extents_max)
 
     monkeypatch.setattr(queries, "prefix", recorded)
-    one, two, _ = await resolved(store.objects, "bbb", keys)
+    one, two, _ = await resolved(store.objects.prefixes, "bbb", keys)
     assert one == two
     assert looked_up == ["two"]
     store.close()

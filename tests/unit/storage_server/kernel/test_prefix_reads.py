@@ -22,7 +22,7 @@ from descriptors.objects import (
 from objectcache.adapters.caller import CALLER, CallerTurns
 from objectcache.adapters.threads import computed
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.kernel import reads, shared_room
+from storage_server.kernel import prefix_reads, reads, shared_room
 from storage_server.kernel.index import queries, reader, upload_changes
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.planning.extent import Extent
@@ -70,19 +70,19 @@ async def test_a_query_ends_at_the_bound_of_extents(store: EmbeddedStore) -> Non
 async def test_a_prefix_of_many_parts_is_found_in_several_queries(
     store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch, remembers: bool
 ) -> None:
-    monkeypatch.setattr(reads, "EXTENTS_AT_ONCE", 4)
+    monkeypatch.setattr(prefix_reads, "EXTENTS_AT_ONCE", 4)
     if not remembers:
-        monkeypatch.setattr(store.objects, "_resolved", None)
+        monkeypatch.setattr(store.objects.prefixes, "_resolved", None)
     keys = [f"key {number}" for number in range(6)]
     for key in keys:
         await put_in_parts(store, key, 3)
-    assert await store.objects.matched("bbb", keys[::2]) == 3
+    assert await store.objects.prefixes.matched("bbb", keys[::2]) == 3
     assert store.objects.damaged.count == 0
     for _ in range(2):
-        assert await store.objects.matched("bbb", [*keys, "none"]) == 6
-        found = await resolved(store.objects, "bbb", [*keys, "none", keys[0]])
+        assert await store.objects.prefixes.matched("bbb", [*keys, "none"]) == 6
+        found = await resolved(store.objects.prefixes, "bbb", [*keys, "none", keys[0]])
         assert [None if each is None else len(each) for each in found] == [3] * 6 + [None, 3]
-    async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False) as chunks:
+    async with store.objects.prefixes.open("bbb", keys, 12, prefix_only=False) as chunks:
         assert [[extent.object_offset for extent in chunk] for chunk in chunks] == [[0, 4, 8]] * 6
 
 
@@ -91,25 +91,25 @@ async def test_an_object_of_too_many_parts_is_no_chunk(store: EmbeddedStore, mon
     for key, count in (("one", 2), ("many", 3), ("other", 2)):
         await put_in_parts(store, key, count)
     keys = ["one", "many", "other"]
-    found = await resolved(store.objects, "bbb", keys)
+    found = await resolved(store.objects.prefixes, "bbb", keys)
     assert [None if each is None else len(each) for each in found] == [2, None, 2]
-    assert await store.objects.matched("bbb", keys) == 1
+    assert await store.objects.prefixes.matched("bbb", keys) == 1
     with pytest.raises(ChunkUnavailable, match=r"chunk_keys\[1\] is not stored as a chunk"):
-        async with store.objects.open_prefix("bbb", keys, 8, prefix_only=False):
+        async with store.objects.prefixes.open("bbb", keys, 8, prefix_only=False):
             pass
 
 
 async def test_the_chunks_of_a_request_have_so_many_parts_together(
     store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "PREFIX_EXTENTS_MAX", 5)
+    monkeypatch.setattr(prefix_reads, "PREFIX_EXTENTS_MAX", 5)
     keys = ["one", "other"]
     for key in keys:
         await put_in_parts(store, key, 3)
     with pytest.raises(CallerError, match="store each in one PUT"):
-        async with store.objects.open_prefix("bbb", keys, 12, prefix_only=False):
+        async with store.objects.prefixes.open("bbb", keys, 12, prefix_only=False):
             pass
-    assert await store.objects.matched("bbb", keys) == 2
+    assert await store.objects.prefixes.matched("bbb", keys) == 2
 
 
 async def test_callers_take_turns() -> None:
@@ -142,7 +142,7 @@ async def test_few_parts_of_lookups_are_in_work_at_once(store: EmbeddedStore, mo
     """The event loop would stand still for as many parts as a caller has connections."""
     await put_in_parts(store, "key", 1)
     running = most = 0
-    resolve = store.objects._resolve
+    resolve = store.objects.prefixes._resolve
 
     async def counted(bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
         nonlocal running, most
@@ -152,9 +152,11 @@ async def test_few_parts_of_lookups_are_in_work_at_once(store: EmbeddedStore, mo
         running -= 1
         return await resolve(bucket, keys)
 
-    monkeypatch.setattr(store.objects, "_resolve", counted)
-    assert await asyncio.gather(*(store.objects.matched("bbb", ["key", "none"]) for _ in range(20))) == [1] * 20
-    assert most == reads.PARTS_AT_ONCE
+    monkeypatch.setattr(store.objects.prefixes, "_resolve", counted)
+    assert (
+        await asyncio.gather(*(store.objects.prefixes.matched("bbb", ["key", "none"]) for _ in range(20))) == [1] * 20
+    )
+    assert most == prefix_reads.PARTS_AT_ONCE
 
 
 async def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None:
@@ -178,7 +180,7 @@ async def test_the_store_still_takes_an_object_of_many_parts(store: EmbeddedStor
     """Chunks are bounded, objects are not: any S3 client reads it."""
     await put_in_parts(store, "many", queries.CHUNK_EXTENTS_MAX + 1)
     await store.objects.put_object("k", PutRequest("bbb", "next", 4), BytesBody(b"data"))
-    assert await store.objects.matched("bbb", ["next", "many"]) == 1
+    assert await store.objects.prefixes.matched("bbb", ["next", "many"]) == 1
     found = store.objects.stored("bbb", "many")
     assert found is not None
     assert found.info.nbytes == 4 * (queries.CHUNK_EXTENTS_MAX + 1)
@@ -193,20 +195,20 @@ async def test_checksums_of_large_chunks_are_read_for_deliveries_alone(
         await store.objects.put_object("k", PutRequest("bbb", key, len(body)), BytesBody(body))
     await store.objects.put_object("k", PutRequest("bbb", "small", 4), BytesBody(b"1234"))
     for _ in range(2):
-        found = await resolved(store.objects, "bbb", keys)
+        found = await resolved(store.objects.prefixes, "bbb", keys)
         assert [[extent.has_checksums for extent in each or ()] for each in found] == [[False], [False], [True]]
-    monkeypatch.setattr(reads, "CHECKSUMS_AT_ONCE_BYTES", 1)
-    async with store.objects.open_prefix("bbb", keys[:2], len(body), prefix_only=False) as chunks:
+    monkeypatch.setattr(prefix_reads, "CHECKSUMS_AT_ONCE_BYTES", 1)
+    async with store.objects.prefixes.open("bbb", keys[:2], len(body), prefix_only=False) as chunks:
         assert [[extent.has_checksums for extent in each] for each in chunks] == [[True], [True]]
     assert not any(extent.checksums for extent in store.objects.locations("bbb", "large"))
 
 
 async def test_a_delivery_is_not_larger_than_the_memory_for_its_checksums(store: EmbeddedStore) -> None:
-    async with store.objects.reserving() as held:
+    async with store.objects.prefixes.reserving() as held:
         with pytest.raises(CallerError, match="one delivery has"):
-            await store.objects.reserve(held, 1 << 16, 1 << 30)
+            await store.objects.prefixes.reserve(held, 1 << 16, 1 << 30)
         assert held.amount == 0
-        await store.objects.reserve(held, 1 << 9, 1 << 30)
+        await store.objects.prefixes.reserve(held, 1 << 9, 1 << 30)
         assert held.amount == reads.CHECKSUMS_BYTES_MAX // 4
 
 
@@ -233,28 +235,28 @@ async def test_checksums_are_counted_while_they_are_looked_up(
     store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A descriptor of 32,000 copies of a chunk of 16 MiB took 146 MiB before it waited for its share."""
-    monkeypatch.setattr(reads, "HERE_ITEMS_MAX", 1)
-    monkeypatch.setattr(reads, "CHECKSUMS_HERE_BYTES", 0)
+    monkeypatch.setattr(prefix_reads, "HERE_ITEMS_MAX", 1)
+    monkeypatch.setattr(prefix_reads, "CHECKSUMS_HERE_BYTES", 0)
     keys = [f"key{number}" for number in range(4)]
     for key in keys:
         await store.objects.put_object("k", PutRequest("bbb", key, 4), BytesBody(b"data"))
-    monkeypatch.setattr(store.objects, "_checksums", SharedRoom(48, 24, "none left"))
-    looked_up = store.objects._resolve
+    monkeypatch.setattr(store.objects.prefixes, "_checksums", SharedRoom(48, 24, "none left"))
+    looked_up = store.objects.prefixes._resolve
     asked = list[str]()
 
     async def noted(bucket: str, wanted: Sequence[str]) -> list[list[Extent] | None]:
         asked.append(wanted[0])
         return await looked_up(bucket, wanted)
 
-    monkeypatch.setattr(store.objects, "_resolve", noted)
-    async with store.objects.open_prefix("bbb", keys[:3], 4, prefix_only=False) as chunks:
+    monkeypatch.setattr(store.objects.prefixes, "_resolve", noted)
+    async with store.objects.prefixes.open("bbb", keys[:3], 4, prefix_only=False) as chunks:
         assert len(chunks) == 3
     asked.clear()
     with pytest.raises(CallerError, match="one delivery has at most"):
-        async with store.objects.open_prefix("bbb", [*keys, *keys], 4, prefix_only=False):
+        async with store.objects.prefixes.open("bbb", [*keys, *keys], 4, prefix_only=False):
             raise AssertionError
     assert asked == keys
-    async with store.objects.reserving() as held:
+    async with store.objects.prefixes.reserving() as held:
         await held.at_least(24)  # nothing is held any more
 
 

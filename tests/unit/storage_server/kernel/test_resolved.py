@@ -91,8 +91,8 @@ async def test_a_prefix_is_never_older_than_the_last_answer(tmp_path: Path) -> N
         seen = 0
         while not writing.done():
             before = dict(acknowledged)
-            assert await store.objects.matched("bbb", keys[:1]) in (0, 1)
-            async with store.objects.open_prefix("bbb", keys[:1], sizes, prefix_only=False) as chunks:
+            assert await store.objects.prefixes.matched("bbb", keys[:1]) in (0, 1)
+            async with store.objects.prefixes.open("bbb", keys[:1], sizes, prefix_only=False) as chunks:
                 data = memoryview(bytearray(sizes))
                 read_object(store.files.open.read_into, chunks[0], 0, data)
             turn = int.from_bytes(data[:4], "little")

@@ -179,7 +179,7 @@ async def test_open_files_are_bounded_and_reads_go_on(tmp_path: Path) -> None:
     keys = [f"k{i}" for i in range(6)]
     for index, key in enumerate(keys):
         await put(store, key, content(LARGE, index))
-    async with store.objects.open_prefix("bbb", keys, LARGE, prefix_only=False) as chunks:
+    async with store.objects.prefixes.open("bbb", keys, LARGE, prefix_only=False) as chunks:
         for index, (extent,) in enumerate(chunks):
             view = bytearray(8)
             store.files.open.read_into(extent, 0, memoryview(view))
