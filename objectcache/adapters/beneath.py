@@ -78,7 +78,7 @@ class Beneath:
         finally:
             os.close(parent)
         try:
-            self._require_ours(fd)
+            self._require_ours(fd, is_written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
             if flags & os.O_TRUNC:
                 os.ftruncate(fd, 0)
         except BaseException:
@@ -112,13 +112,13 @@ class Beneath:
         self.parent.sync()
 
     def touch(self) -> float:
-        """Set the file's time to now, by the clock of the file system, and return it in Unix seconds. Make the file if
-        it is missing.
+        """Set the file's time to now, by the clock of the file system, and return it in Unix seconds: the time of the
+        last change, which nobody can set. Make the file if it is missing.
         """
         fd = self.open(os.O_WRONLY | os.O_CREAT)
         try:
             os.utime(fd)
-            return os.fstat(fd).st_mtime
+            return os.fstat(fd).st_ctime
         finally:
             os.close(fd)
 
@@ -215,10 +215,12 @@ class Beneath:
             return error
         return UnsafeFileError(errno.EPERM, "a link, or something else that is no file, has its name", str(self.path))
 
-    def _require_ours(self, fd: int) -> None:
+    def _require_ours(self, fd: int, *, is_written: bool) -> None:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafeFileError(errno.EPERM, "it is no regular file", str(self.path))
+        if is_written and found.st_nlink > 1:  # another name of it may lie anywhere
+            raise UnsafeFileError(errno.EPERM, f"it has {found.st_nlink} names", str(self.path))
         if found.st_uid == os.geteuid():
             return
         root = self.root.stat()

@@ -49,6 +49,7 @@ COPIED_BYTES_MAX = 5 * GIB
 """S3 copies no larger object as one; a larger one keeps its parts here."""
 COPY_ATTEMPTS_MAX = 8
 UPLOADS_AT_ONCE = 100
+REMOVED_AT_ONCE = 1000
 _T = TypeVar("_T")
 
 
@@ -83,8 +84,12 @@ class Objects(Reads):
         await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time(), cache))
 
     async def create_bucket_anew(self, access_key: str, bucket: str) -> None:
-        """Create a bucket as `create_bucket` does, and delete what was put into one of its name when that was gone."""
-        await self._change(lambda tx: transaction.create_bucket_anew(tx, bucket, access_key, time.time()))
+        """Create a bucket as `create_bucket` does, and before that delete what was put into one of its name when that
+        was gone. Other writes go between the changes.
+        """
+        create = partial(transaction.create_bucket_anew, bucket=bucket, owner=access_key, most=REMOVED_AT_ONCE)
+        while not await self._change(partial(create, now_s=time.time())):
+            pass
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         """Other writes go between the changes: each unfinished upload is deleted in one of its own."""

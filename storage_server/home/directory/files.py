@@ -82,10 +82,12 @@ class SharedFiles(FilesBeside):
         return [name for name in names if FILE_ID.match(name) and writer_of(name) == writer]
 
     def is_retired(self, writer: str) -> bool:
-        """Whether a writer has been silent for RETIRED_S, by the clock of the file system."""
+        """Whether a writer has been silent for RETIRED_S, by the clock of the file system: by the times at which files
+        were changed, which nobody can set.
+        """
         with contextlib.suppress(OSError):
-            newest = (self._writers / self._writer / ALIVE).status().st_mtime
-            return newest - (self._writers / writer / ALIVE).status().st_mtime > RETIRED_S
+            newest = (self._writers / self._writer / ALIVE).status().st_ctime
+            return newest - (self._writers / writer / ALIVE).status().st_ctime > RETIRED_S
         return False
 
     def beat(self) -> None:
@@ -100,7 +102,9 @@ class SharedFiles(FilesBeside):
         return at_s + time.monotonic() - since_s
 
     def note_dead(self, file_id: str) -> None:
-        """Note that the file has lost its last row now."""
+        """Note that the file has lost its last row now. Files of others are found when their writers are retired."""
+        if writer_of(file_id) != self._writer:
+            return
         with self._dead_lock:
             self._dead[file_id] = time.monotonic()
 
@@ -116,23 +120,22 @@ class SharedFiles(FilesBeside):
         """
         now_s = time.monotonic()
         with self._dead_lock:
-            dead = [
+            return [
                 file_id
                 for file_id, since_s in self._dead.items()
                 if now_s - since_s >= GRACE_S and seen_s >= since_s + GRACE_S / 2
             ]
-        return [file_id for file_id in dead if self._is_ours(writer_of(file_id))]
 
     def delete(self, due: Sequence[str], dead: Collection[str]) -> None:
-        """Delete those of the files that are due and still dead. Those that are being read here go later."""
+        """Delete those of the files that are due and still dead, of this server and of retired ones. Those that are
+        being read here go later.
+        """
+        ours = {writer: writer == self._writer or self.is_retired(writer) for writer in map(writer_of, due)}
         for file_id in due:
             with self._dead_lock:
                 since_s = self._dead.get(file_id)
                 if since_s is None or time.monotonic() - since_s < GRACE_S:
                     continue
                 del self._dead[file_id]
-            if file_id in dead:
+            if file_id in dead and ours[writer_of(file_id)]:
                 self.dispose(file_id)
-
-    def _is_ours(self, writer: str) -> bool:
-        return writer == self._writer or self.is_retired(writer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ LATE_ROWS = 4_000
 TOLD_AT_ONCE = 500
 """The event loop hears of so many changes in a few milliseconds."""
 LATE_PAUSE_S = 1.0
+RENEWALS_WAITED_FOR = 2
+"""A journal that is written anew more often in one pass, or at a start, is left behind as a late one."""
 """For so long a late journal is left alone that cannot be read on."""
 _LATE = "it has more than others may be kept waiting for, and is read beside"
 _log = logging.getLogger(__name__)
@@ -61,6 +64,10 @@ class Following:
         """When the last pass that was carried out began, by the steady clock."""
         self.whole_s = float("-inf")
         """When the last pass began that read every journal to its end."""
+        self._listed: frozenset[str] = frozenset()
+        """The names in the folder of writers, as the last pass has found them."""
+        self._renewals: Counter[str] = Counter()
+        """How often each journal was written anew during this pass."""
         self._spoiled: set[str] = set()
         """Writers with records that were passed over: what these say is not known to be gone."""
         self.bad_record_count = 0
@@ -122,6 +129,7 @@ class Following:
             self._running, self._next = self._next, None
         begun_s = time.monotonic()
         sizes = dict[str, tuple[int, int]]()
+        self._renewals.clear()
         waiting = await self._step(None, sizes, is_start=is_start)
         while waiting:
             waiting = await self._step(waiting, sizes, is_start=is_start)
@@ -138,6 +146,8 @@ class Following:
         be waited for. `sizes` has the generations and sizes that were seen first in this pass: so far it reads.
         """
         read, left_out = await self._io.run(partial(self._read, waiting))
+        if waiting is None:
+            self._forget_gone()
         await self._carry_out(read)
         unread = list[str]()
         for journal in read:
@@ -147,9 +157,11 @@ class Following:
             generation, size = sizes.setdefault(journal.writer, (end.generation, journal.size))
             if end.generation > generation:
                 generation, size = sizes[journal.writer] = end.generation, journal.size
+                self._renewals[journal.writer] += 1
             if journal.is_whole or (end.generation == generation and end.position >= size):
                 continue
-            if not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
+            is_renewed = self._renewals[journal.writer] > RENEWALS_WAITED_FOR
+            if is_renewed or not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
                 self._leave_behind(journal.writer)
             elif journal.problem is None and journal.pieces:
                 unread.append(journal.writer)
@@ -161,6 +173,7 @@ class Following:
         late = self._late.copy()
         if waiting is None:
             names = writers.names()
+            self._listed = frozenset(names)
             waiting = [name for name in names if WRITER.match(name) and name != self._writer and name not in late]
         found, budget_bytes, budget_rows = list[ReadJournal](), STEP_BYTES, STEP_ROWS
         for number, name in enumerate(waiting):
@@ -201,6 +214,13 @@ class Following:
                 self._outdated_s = time.monotonic()
             self._places[journal.writer] = journal.end
             self._untold += changed
+
+    def _forget_gone(self) -> None:
+        """Somebody has cleared folders of writers up: nothing more comes from these, and nothing waits for them."""
+        for writer in (self._late | set(self._problems)) - self._listed:
+            _log.warning("the folder of %s is gone, with its journal", writer)
+            self._late.discard(writer)
+            self._problems.pop(writer, None)
 
     def _leave_behind(self, writer: str) -> None:
         """Nobody waits for this writer's journal until it is read to its end."""

@@ -79,8 +79,8 @@ class OwnJournal:
     def open(self, generation: int, position: int, coming: tuple[int, int] = (0, 0)) -> None:
         """Open the newest generation, or make the first one, and cut a torn frame off. Of `generation` all up to
         `position` is known to be good, and of a generation that may have come to count since, what `coming` says.
-        Where nothing is known of a journal that is there (the index was lost), a torn
-        frame is refused: what lies behind a damaged length may be good.
+        Where nothing is known of a journal that is there (the index was lost), a torn frame is refused, since good ones
+        may lie behind a damaged length.
         """
         self.close()
         self.generation = newest(self._folder) or 1
@@ -90,8 +90,9 @@ class OwnJournal:
         for name in self._folder.names():  # what a crash has left of a rewrite
             if name != place.name and _NAME.match(name.removesuffix(".new")):
                 self._disk.unlink(self._folder / name)
-        self.end = {coming[0]: coming[1], generation: position}.get(self.generation, 0)
-        self._find_end(may_cut=self.end > 0 or not generation)
+        known = {coming[0]: coming[1], generation: position}
+        self.end = known.get(self.generation, 0)
+        self._find_end(may_cut=self.generation in known)
 
     def find_end_again(self) -> None:
         """Find the end again after a write that failed; `end` is then behind all that others may have read."""

@@ -37,6 +37,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece
+from descriptors.units import GIB
 from storage_server.home.cached_read import healing
 from storage_server.home.directory.files import SharedFiles
 from storage_server.home.directory.following import Following
@@ -52,6 +53,8 @@ from storage_server.kernel.uploads import Uploads
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 
+PROVED_BYTES_MAX = GIB
+"""A proof has eight bytes for each block, which the event loop makes. No chunk is as large."""
 _WORD = np.dtype("<u4")
 
 
@@ -215,8 +218,13 @@ class SharedObjects:
                 raise _gone()
 
     async def _proof(self, request: ReadRequest) -> Proof | None:
-        """The checksums of the object's blocks; None where its parts do not end with blocks."""
+        """The checksums of the object's blocks; None where its parts do not end with blocks, and for an object that is
+        larger than chunks are.
+        """
         await self._read_journals_unless_known(request)
+        known = self._objects.stored(request.bucket, request.key)
+        if known is not None and known.info.nbytes > PROVED_BYTES_MAX:
+            return None
         try:
             async with self._objects.open_stored(request.bucket, request.key) as (stored, extents):
                 return None if stored is None else proof_of(stored.info.nbytes, extents)

@@ -152,9 +152,19 @@ class OpenFiles:
     def close_deleted(self) -> None:
         """Close files that were deleted and that nobody here reads, because only then is their space free."""
         with self._lock:
-            for file_id in [name for name in self._fds if not self._is_pinned(name)]:
-                if os.fstat(self._fds[file_id]).st_nlink == 0:
-                    os.close(self._fds.pop(file_id))
+            idle = [(name, fd) for name, fd in self._fds.items() if not self._is_pinned(name)]
+            for name, _ in idle:
+                del self._fds[name]
+        for name, fd in idle:
+            is_there = False
+            with contextlib.suppress(OSError):  # without the lock: a file server may take long to answer
+                is_there = os.fstat(fd).st_nlink > 0
+            with self._lock:
+                if is_there and name not in self._fds:
+                    self._fds[name] = fd
+                    self._fds.move_to_end(name, last=False)
+                    continue
+            os.close(fd)
 
     def close(self) -> None:
         """Close every descriptor."""

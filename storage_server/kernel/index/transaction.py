@@ -229,11 +229,20 @@ def _require_place(db: sqlite3.Connection, owner: str) -> None:
         raise CallerError(ErrorCode.TOO_MANY_BUCKETS, problem, field=CACHE_HEADER)
 
 
-def create_bucket_anew(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:
-    """Add a bucket as `create_bucket` does, without what an earlier one of its name has left."""
+def create_bucket_anew(tx: Transaction, bucket: str, owner: str, now_s: float, most: int) -> bool:
+    """Delete up to `most` objects that an earlier bucket of the name has left. Where these were all, add the bucket as
+    `create_bucket` does; whether it was added.
+    """
+    if tx.db.execute("SELECT 1 FROM buckets WHERE name = ?", (bucket,)).fetchone() is None:
+        keys = tx.db.execute("SELECT key FROM objects WHERE bucket = ? LIMIT ?", (bucket, most)).fetchall()
+        for (key,) in keys:
+            found = find_object(tx.db, bucket, key)
+            if found is not None:
+                _remove(tx, bucket, found)
+        if len(keys) == most:
+            return False
     create_bucket(tx, bucket, owner, now_s)
-    keys = tx.db.execute("SELECT key FROM objects WHERE bucket = ?", (bucket,)).fetchall()
-    remove_many(tx, bucket, [key for (key,) in keys])
+    return True
 
 
 def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:

@@ -44,6 +44,7 @@ from storage_server.kernel.rules.rows import Touched, TouchedKind, rules_of, sto
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 
 PIECE_BYTES = 128 * KIB
+COUNTED_AT_ONCE = MIB
 """So much is parsed at once."""
 HEAD_BYTES_MAX = 256 * KIB
 """A record without its bodies has no more bytes. The lifecycle rules of a bucket may need more, see `fits`."""
@@ -359,7 +360,8 @@ def _parsed_large(data: bytes, at: int, end: int, note_bad: NoteBad) -> Iterator
         yield _large_record(data, at, end)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, BadRecordError) else NO_JSON
-        note_bad(reason, 1 + data.count(_BEHIND_BODY[0], at, end))
+        pieces = ((start, min(end, start + COUNTED_AT_ONCE)) for start in range(at, end, COUNTED_AT_ONCE))
+        note_bad(reason, 1 + sum(data.count(_BEHIND_BODY[0], *piece) for piece in pieces))
 
 
 def _large_record(data: bytes, at: int, end: int) -> Record:

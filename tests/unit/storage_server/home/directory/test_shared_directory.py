@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
+import math
 import sqlite3
 import threading
 import time
@@ -35,14 +35,16 @@ from descriptors.objects import (
 )
 from storage_server.home.directory import files as files_module
 from storage_server.home.directory import following as following_module
+from storage_server.home.directory import objects as shared_objects
 from storage_server.home.directory import rewriting as rewriting_module
 from storage_server.home.directory import store as store_module
-from storage_server.home.directory.journal import ReadJournal, Rewrite
+from storage_server.home.directory.journal import OwnJournal, ReadJournal, Rewrite
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.reading import Rate
 from storage_server.home.directory.store import SharedDirectory
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.service import Shown
+from storage_server.kernel import objects as objects_module
 from storage_server.kernel.index.committer import Committer, RefusedChangesError
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.settings import StorageSettings, UpstreamSettings
@@ -339,8 +341,7 @@ async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
         folder = tmp_path / "shared" / "writers" / one.writer
         unknown = next((folder / "extents").iterdir()) / (one.writer + "f" * 20)
         unknown.write_bytes(b"unknown")
-    old_s = time.time() - 2 * files_module.RETIRED_S
-    os.utime(folder / "alive", (old_s, old_s))
+    monkeypatch.setattr(files_module, "RETIRED_S", 0.0)
     monkeypatch.setattr(files_module, "GRACE_S", 0.2)
     monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
     monkeypatch.setattr(store_module, "RETIRED_CHECK_S", 0.1)
@@ -353,8 +354,10 @@ async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
         assert [await get(one, key) for key in ("key", "kept")] == [None, content(100_000, 1)]
 
 
-async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(tmp_path: Path) -> None:
-    old_s = time.time() - 2 * files_module.RETIRED_S
+async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "RETIRED_S", 0.0)
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(100_000))
@@ -364,8 +367,6 @@ async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(tmp_
         hostile.mkdir(mode=0o700)
         (hostile / "journal-1").symlink_to("/etc/passwd")
         (hostile / "alive").touch(mode=0o600)
-        os.utime(hostile / "alive", (old_s, old_s))
-    os.utime(folder / "alive", (old_s, old_s))
     async with opened(tmp_path, "b") as other:
         assert other._files_of_retired() == {path.name for path in data_files(tmp_path)}
 
@@ -1129,3 +1130,129 @@ async def test_a_rewrite_whose_transaction_is_refused_is_read_from_its_end(
         await put(one, "after", b"after")
         for shared in (one, other):
             assert [await get(shared, key) for key in ("key", "theirs", "after")] == [b"data", b"theirs", b"after"]
+
+
+async def test_a_file_that_another_server_has_deleted_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its space would not come back as long as this server is idle."""
+    for module in (files_module, store_module):
+        monkeypatch.setattr(module, "GRACE_S", 0.2)
+    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for key in ("gone", "kept"):
+            await put(one, key, content(100_000))
+        for key in ("gone", "kept"):
+            assert await get(other, key) == content(100_000)
+        assert other.files.open.count == 2
+        await one.objects.delete_object(KEY, BUCKET, "gone")
+        await until(lambda: len(data_files(tmp_path)) == 1)
+        await until(lambda: other.files.open.count == 1)
+        assert await get(other, "kept") == content(100_000)
+
+
+async def test_dead_files_of_servers_that_live_are_theirs_to_delete(tmp_path: Path) -> None:
+    """They were kept in memory for ever, and looked at on the event loop every ten seconds."""
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        await other.objects.delete_object(KEY, BUCKET, "key")
+        await one.following.read_journals()
+        assert other.files.deletable(math.inf) == []
+        assert other.files._dead == {}
+        await until(lambda: len(one.files._dead) == 1)
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\xff", (100).to_bytes(4, "little") + bytes(20), bytes(100)], ids=["a byte", "half a frame", "zeros"]
+)
+async def test_a_first_frame_that_is_torn_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    """The power failed in the first append: every later start was refused."""
+    async with opened(tmp_path, "a") as one:
+        journal = journal_of(tmp_path, one)
+    assert journal.stat().st_size == 0
+    journal.write_bytes(torn)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+    async with opened(tmp_path, "a") as one:
+        assert await get(one, "key") == b"data"
+
+
+async def test_without_an_index_nothing_is_cut_off_a_journal(tmp_path: Path) -> None:
+    """One flipped bit of a length, and all objects behind it would be gone."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for number in range(20):
+            await put(one, f"key-{number}", content(1000, number))
+        journal = journal_of(tmp_path, one)
+    good = journal.read_bytes()
+    at = 0
+    for _ in range(5):  # a frame has its length, a checksum, and so many bytes
+        at += 8 + int.from_bytes(good[at : at + 4], "little")
+    damaged = bytearray(good)
+    damaged[at + 2] ^= 0x40
+    for name in (tmp_path / "a").rglob("index.sqlite3*"):
+        name.unlink()
+    journal.write_bytes(damaged)
+    with pytest.raises(OSError, match="damaged"):
+        async with opened(tmp_path, "a"):
+            raise AssertionError
+    assert journal.read_bytes() == bytes(damaged)
+    journal.write_bytes(good)
+    async with opened(tmp_path, "a") as one:
+        assert await get(one, "key-19") == content(1000, 19)
+
+
+async def test_a_record_that_took_too_long_names_files_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that hangs is taken for a silent one, whose dead files others delete."""
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"before")
+        before = data_files(tmp_path)
+        append = OwnJournal.append
+
+        def append_late(journal: OwnJournal, frames: Sequence[bytes]) -> None:
+            append(journal, frames)
+            for path in data_files(tmp_path) - before:
+                path.unlink()
+
+        monkeypatch.setattr(OwnJournal, "append", append_late)
+        monkeypatch.setattr(store_module, "GRACE_S", 0.0)
+        with pytest.raises(ServerError):
+            await put(one, "key", content(100_000))
+        monkeypatch.undo()
+        assert await get(one, "key") == b"before"
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        assert [await get(each, "key") for each in (one, other)] == [b"before", b"before"]
+
+
+async def test_a_bucket_is_made_anew_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that another server deletes, what was put meanwhile is left."""
+    monkeypatch.setattr(objects_module, "REMOVED_AT_ONCE", 2)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for number in range(5):
+            await put(one, f"key-{number}", b"left")
+        await one.committer.commit(lambda tx: tx.db.execute("DELETE FROM buckets"))
+        await one.objects.create_bucket(KEY, BUCKET)
+        assert [await get(one, f"key-{number}") for number in range(5)] == [None] * 5
+        with pytest.raises(CallerError):
+            await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key-0", b"new")
+        assert await get(one, "key-0") == b"new"
+
+
+async def test_large_objects_have_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on the event loop, of eight bytes for each block."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(100_000))
+        for most, has_proof in ((100_000, True), (99_999, False)):
+            monkeypatch.setattr(shared_objects, "PROVED_BYTES_MAX", most)
+            async with one.objects.open_range(ReadRequest(BUCKET, "key")) as (_, proof, body):
+                assert (proof is not None) == has_proof
+                assert b"".join([bytes(piece) async for piece in body]) == content(100_000)
