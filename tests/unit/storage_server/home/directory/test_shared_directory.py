@@ -1231,7 +1231,7 @@ async def test_a_record_that_took_too_long_names_files_that_are_there(
 
 
 async def test_a_bucket_is_made_anew_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that another server deletes, what was put meanwhile is left."""
+    """Objects that were put while another server deleted the bucket are left in it."""
     monkeypatch.setattr(objects_module, "REMOVED_AT_ONCE", 2)
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
