@@ -33,6 +33,7 @@ from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.long_lived import note_long_lived
 from objectcache.adapters.tls_door import CONNECTION_BYTES, TlsDoor
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
@@ -338,7 +339,7 @@ async def _until_stopped(
     try:
         await server.start()
         gc.collect()
-        gc.freeze()  # a full collection stops the event loop, and need not visit objects that live for ever
+        note_long_lived()
         # only now, because UCX takes SIGHUP when it starts
         loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereads)
         print(f"{name} is listening on {server.url}", flush=True)

@@ -20,6 +20,8 @@ CACHE_REMEDY = "its objects are being read or written; raise its capacity"
 PARTS_REMEDY = "complete or abort uploads"
 UNBOUNDED = 1 << 62
 """The capacity of books until the first step bounds them."""
+INDEX_FRACTION = 1 / 16
+"""Where the index may not grow, the largest cache gives up this fraction at a time."""
 HELD_FRACTION = 0.5
 """Pins and leases of one tenant, and parts of open uploads, take no more than this fraction of what all caches may take
 together: they must not close the cache to others.
@@ -179,7 +181,10 @@ class CacheSet:
             capacities[id(self.whole)] = max(0, limit_bytes - ahead_bytes - others_bytes)
             return capacities
         short_bytes = kept_bytes + ahead_bytes - limit_bytes
-        for cache in sorted(self.all(), key=lambda cache: -cache.books.used_bytes):
+        largest_first = sorted(self.all(), key=lambda cache: -cache.books.used_bytes)
+        if largest_first and not self._space.has_index_room:  # objects without bytes take room in the index alone
+            short_bytes = max(short_bytes, int(INDEX_FRACTION * largest_first[0].books.used_bytes))
+        for cache in largest_first:
             if short_bytes <= 0:
                 break
             used_bytes = cache.books.used_bytes

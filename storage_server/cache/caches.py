@@ -178,6 +178,12 @@ def _marks(attributes: Attributes) -> _Marks:
     return _pinned_until(attributes.tags), is_flagged(attributes, PREFIX_HEADER), layout_of(headers) is not None
 
 
+def is_pinned(attributes: Attributes, now: float) -> bool:
+    """Whether the tags of an object pin it now."""
+    until = _pinned_until(attributes.tags)
+    return until is not None and until > now
+
+
 def _pinned_until(tags: Mapping[str, str]) -> float | None:
     """As descriptors.pins says; a date that an earlier release let pass pins without an end."""
     try:

@@ -17,7 +17,9 @@ from functools import partial
 from itertools import groupby
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.long_lived import note_long_lived
 from storage_server.cache.cache_set import CacheSet, held_of
+from storage_server.cache.caches import is_pinned
 from storage_server.cache.former_objects import FormerObjects
 from storage_server.cache.news import AskedPrefix, News
 from storage_server.cache.replacements import Replacements
@@ -237,6 +239,7 @@ class Evictor(Watcher):
                     self._wake.set()
                 for each in formers:
                     async for _ in each.take_all():
+                        note_long_lived()
                         if self.caches.is_short():
                             self._wake.set()
                 for cache in self.caches.all():
@@ -314,8 +317,11 @@ class Evictor(Watcher):
     def _may_leave(self, victim: Victim) -> bool:
         """Runs in the thread."""
         self.news.take_over()
+        return not self._is_taken_back(victim)
+
+    def _is_taken_back(self, victim: Victim) -> bool:
         cache = self.caches.of(victim.bucket)
-        return cache is None or not cache.books.takes_back(victim)
+        return cache is not None and cache.books.takes_back(victim)
 
     @asynccontextmanager
     async def _leaving(self, victim: Victim) -> AsyncIterator[bool]:
@@ -328,9 +334,8 @@ class Evictor(Watcher):
                 self._departures.end()
 
     async def _delete(self, victim: Victim) -> None:
-        versions = {victim.key: victim.entry.version}
         try:
-            removed = await remove_versions(self._change, victim.bucket, versions)
+            removed = await self._removed(victim.bucket, [victim])
         except BaseException:
             await self._take_back([victim])
             raise
@@ -355,12 +360,28 @@ class Evictor(Watcher):
                 chosen = list(group)
                 self._departures.begin((bucket, victim.key) for victim in chosen)
                 try:
-                    chosen = await self._io.run(partial(self.news.not_asked, chosen))
-                    versions = {victim.key: victim.entry.version for victim in chosen}
-                    evicted = await remove_versions(self._change, bucket, versions)
+                    chosen = await self._io.run(partial(self._still_leaving, chosen))
+                    evicted = await self._removed(bucket, chosen)
                 finally:
                     self._departures.end()
             self._count(bucket, chosen, evicted)
+
+    def _still_leaving(self, victims: list[Victim]) -> list[Victim]:
+        """The victims that nobody has got a lease of since they were chosen, whether that was noted in the books since,
+        or waits to be. Runs in the thread.
+        """
+        return [victim for victim in self.news.not_asked(victims) if not self._is_taken_back(victim)]
+
+    async def _removed(self, bucket: str, victims: Sequence[Victim]) -> int:
+        """Delete those that still show what was chosen. One that somebody has pinned since stays: it is among the news
+        then.
+        """
+        versions = {victim.key: victim.entry.version for victim in victims}
+        idle = {victim.key for victim in victims if victim.entry.has_idle_pin}
+        now = self._now()
+        return await remove_versions(
+            self._change, bucket, versions, lambda info: info.key not in idle and is_pinned(info.attributes, now)
+        )
 
     def _count(self, bucket: str, victims: Sequence[Victim], evicted: int) -> None:
         nbytes = sum(victim.entry.nbytes for victim in victims)

@@ -113,7 +113,7 @@ class Objects(Reads):
         CALLER.set(access_key)
         check_size(request.nbytes, self._object_bytes_max)
         self._committer.require_space()
-        self._index.here(lambda db: _check_before_body(db, request))
+        created_at = self._index.here(lambda db: _check_before_body(db, request))
         bounds = self._watcher.bounds_of(request.bucket)
         async with (
             reserved_in(bounds, request.nbytes),
@@ -122,6 +122,7 @@ class Objects(Reads):
             info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
 
             def publish(tx: Transaction) -> None:
+                transaction.require_same_bucket(tx.db, request.bucket, created_at)
                 transaction.publish(tx, request.bucket, info, part, request.condition)
 
             await to_end(asyncio.ensure_future(self._committer.commit(publish, pending)))
@@ -195,12 +196,15 @@ def check_size(nbytes: int, nbytes_max: int) -> None:
         )
 
 
-def _check_before_body(db: sqlite3.Connection, request: PutRequest) -> None:
-    """Raise before the body what would be raised after it. The commit checks again."""
-    transaction.require_bucket(db, request.bucket)
+def _check_before_body(db: sqlite3.Connection, request: PutRequest) -> float:
+    """Raise before the body what would be raised after it. The commit checks again. Returns when the bucket was made,
+    in Unix seconds.
+    """
+    bucket = queries.bucket(db, request.bucket)
     if request.condition != NO_WRITE_CONDITION:
         found = transaction.find_object(db, request.bucket, request.key)
         check_write(request.condition, found.info.etag if found else None)
+    return bucket.created_at
 
 
 def _find_source(db: sqlite3.Connection, source: ReadRequest) -> StoredObject:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from descriptors.objects import ObjectInfo
 from storage_server.kernel.index import transaction
 
 EXTENTS_MAX = 1000
@@ -14,11 +15,20 @@ Change = Callable[..., Awaitable[Any]]
 """Carries out a function of a transaction, and gives its result."""
 
 
-async def remove_versions(change: Change, bucket: str, versions: Mapping[str, int]) -> int:
-    """Delete the keys of `versions` that still show these versions and are not dirty; returns how many did."""
+def never(info: ObjectInfo) -> bool:
+    """No object stays."""
+    return False
+
+
+async def remove_versions(
+    change: Change, bucket: str, versions: Mapping[str, int], stays: Callable[[ObjectInfo], bool] = never
+) -> int:
+    """Delete the keys of `versions` that still show these versions, are not dirty, and of which `stays` says no, which
+    is asked in the committer's thread; returns how many did.
+    """
     left, removed = list(versions.items()), 0
     while left:
-        some = partial(transaction.remove_versions, bucket=bucket, versions=left, extents_max=EXTENTS_MAX)
+        some = partial(transaction.remove_versions, bucket=bucket, versions=left, extents_max=EXTENTS_MAX, stays=stays)
         count, seen = await change(some)
         removed, left = removed + count, left[seen:]
     return removed

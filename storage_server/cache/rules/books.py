@@ -231,9 +231,11 @@ class Books:
         limit_bytes = self.held_bytes_max
         if entry.is_held and not known.is_held:
             if not entry.is_dirty and limit_bytes is not None and self._held_bytes + entry.nbytes > limit_bytes:
-                entry = entry._replace(pinned_until=None, leased_until=None)
+                has_idle_pin = entry.has_idle_pin or entry.pinned_until is not None
+                entry = entry._replace(pinned_until=None, leased_until=None, has_idle_pin=has_idle_pin)
                 self.refused_count += 1
             else:
+                entry = entry._replace(has_idle_pin=False)
                 self._policy.pin([name])
                 self._held_bytes += entry.nbytes
         elif known.is_held and not entry.is_held:

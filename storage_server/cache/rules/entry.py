@@ -12,7 +12,8 @@ class Entry(NamedTuple):
     """An object in the cache. `nbytes` is the space that it takes, `parent` the key of the chunk before, if known.
     `pinned_until` and `leased_until` are None for an object without a pin or a lease. An object that `is_dirty` exists
     only in this cache. Of one that `is_shared` a client has said that many prompts begin with it. One that
-    `is_replaceable` may be replaced by an encoded one. Times are Unix seconds.
+    `is_replaceable` may be replaced by an encoded one, and the pin tag of one that `has_idle_pin` had no effect. Times
+    are Unix seconds.
     """
 
     version: int
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
     is_dirty: bool = False
     is_shared: bool = False
     is_replaceable: bool = False
+    has_idle_pin: bool = False
 
     @property
     def is_held(self) -> bool:

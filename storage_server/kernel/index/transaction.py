@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from descriptors.conditions import WriteCondition, check_read, check_write
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.headers import CACHE_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import Attributes, BucketCache, BucketInfo, CopyRequest, ObjectInfo
@@ -252,6 +252,16 @@ def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
     )
 
 
+def require_same_bucket(db: sqlite3.Connection, bucket: str, created_at: float) -> None:
+    """A body came into room of a bucket that may be gone by now, and made anew with other bounds. Raises ServerError
+    (SlowDown) then.
+    """
+    row = db.execute("SELECT created_at FROM buckets WHERE name = ?", (bucket,)).fetchone()
+    if row is not None and row[0] != created_at:
+        problem = f"the bucket {bucket} was made anew while the body came"
+        raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
+
+
 def require_empty(db: sqlite3.Connection, bucket: str) -> None:
     """Raises CallerError(NoSuchBucket, BucketNotEmpty)."""
     require_bucket(db, bucket)
@@ -384,15 +394,20 @@ def is_dirty(db: sqlite3.Connection, bucket: str, key: str) -> bool:
 
 
 def remove_versions(
-    tx: Transaction, bucket: str, versions: Sequence[tuple[str, int]], extents_max: int
+    tx: Transaction,
+    bucket: str,
+    versions: Sequence[tuple[str, int]],
+    extents_max: int,
+    stays: Callable[[ObjectInfo], bool],
 ) -> tuple[int, int]:
-    """Delete the keys that still show these versions and are not dirty, until so many extents are deleted; returns how
-    many did, and how many were looked at.
+    """Delete the keys that still show these versions, are not dirty, and of which `stays` says no, until so many
+    extents are deleted; returns how many did, and how many were looked at.
     """
     removed, before = 0, tx.dropped_count
     for seen, (key, version) in enumerate(versions, start=1):
         found = find_object(tx.db, bucket, key)
-        if found is not None and found.version == version and not is_dirty(tx.db, bucket, key):
+        is_shown = found is not None and found.version == version
+        if found is not None and is_shown and not is_dirty(tx.db, bucket, key) and not stays(found.info):
             _remove(tx, bucket, found)
             removed += 1
         if tx.dropped_count - before >= extents_max:
@@ -419,9 +434,10 @@ def doubt_tags(tx: Transaction, bucket: str, key: str) -> None:
 
 
 def note_uses(tx: Transaction, uses: Iterable[KeyUse]) -> None:
-    """Record uses of objects. A use of an object that is not there any more is deleted at the next start."""
+    """Record uses of those objects that are there."""
     tx.db.executemany(
-        "INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO uses SELECT ?1, ?2, ?3, ?4, ?5, ?6"
+        " WHERE EXISTS (SELECT 1 FROM objects WHERE bucket = ?1 AND key = ?2)",
         [(use.bucket, use.key, use.used_at, use.use_count, use.parent, use.leased_until) for use in uses],
     )
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,12 +19,14 @@ from descriptors.messages import LEASE_S_MAX
 from descriptors.objects import ListRequest, PutRequest, ReadRequest
 from descriptors.units import KIB, MIB
 from storage_server.cache import evictor, former_objects, news, written_uses
+from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.unwritten import Unwritten
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import slow_readers
 from storage_server.kernel.data import space
-from storage_server.kernel.index import queries
+from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.transaction import Transaction
+from storage_server.kernel.rules.rows import KeyUse
 from storage_server.settings import CacheSettings, StorageSettings
 from tests.support.chunks import BytesBody
 from tests.support.waiting import until
@@ -431,3 +434,119 @@ async def test_a_full_cache_takes_objects_before_it_knows_all_that_it_has(
             assert leased in await _keys(store)
         finally:
             going_on.set()
+
+
+@asynccontextmanager
+async def with_victims(tmp_path: Path, *keys: str) -> AsyncIterator[tuple[EmbeddedStore, list[Victim]]]:
+    """A store whose books have chosen these objects to leave. Its evictor has restored them, and does nothing more."""
+    cache = CacheSettings("cached", 16 * MIB)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(cache,)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    for key in keys:
+        await store.objects.put_object("k", PutRequest("cached", key, 5), BytesBody(b"bytes"))
+    running = asyncio.create_task(store.evictor.run())
+    await until(lambda: store.evictor.news.is_restored)
+    running.cancel()
+    await asyncio.wait((running,))
+    store.evictor.news.take_over()
+    found = store.evictor.caches.of("cached")
+    assert found is not None
+    victims = found.books.leaving(0, time.time())
+    assert sorted(victim.key for victim in victims) == sorted(keys)
+    try:
+        yield store, victims
+    finally:
+        store.close()
+
+
+async def _keys(store: EmbeddedStore) -> list[str]:
+    return [entry.key for entry in (await store.objects.list_objects("k", ListRequest("cached"))).objects]
+
+
+async def test_a_pin_that_was_acknowledged_keeps_an_object_that_was_about_to_leave(tmp_path: Path) -> None:
+    """Victims are chosen at once, and leave some at a time: 131 of 137 pins kept nothing."""
+    async with with_victims(tmp_path, "a", "b") as (store, victims):
+        await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": "2099-01-01"})
+        await store.evictor._evict(victims)
+        assert await _keys(store) == ["a"]
+        store.evictor.news.take_over()
+        cache = store.evictor.caches.of("cached")
+        assert cache is not None
+        assert (cache.books.count, store.evictor.evicted_count) == (1, 1)
+        assert cache.books.leaving(0, time.time()) == [], "the books hold it"
+
+
+async def test_a_pin_that_is_over_or_had_no_effect_keeps_nothing(tmp_path: Path) -> None:
+    async with with_victims(tmp_path, "a", "b") as (store, victims):
+        await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": "2001-01-01"})
+        await store.objects.set_tags("k", "cached", "b", {"objectcache-pin": "2099-01-01"})
+        refused = [replace(each, entry=each.entry._replace(has_idle_pin=each.key == "b")) for each in victims]
+        await store.evictor._evict(refused)
+        assert await _keys(store) == []
+
+
+async def test_a_lease_that_the_books_were_told_of_meanwhile_keeps_a_victim(tmp_path: Path) -> None:
+    """Another task of the evictor brings the books up to date between two changes, where chunks are encoded."""
+    async with with_victims(tmp_path, "a", "b") as (store, victims):
+        assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
+        store.evictor.news.take_over()
+        await store.evictor._evict(victims)
+        assert await _keys(store) == ["a"]
+
+
+async def test_uses_of_what_was_deleted_leave_no_row(tmp_path: Path) -> None:
+    """30,000 leases of deleted chunks took 36 MB of the index until the next start."""
+    async with with_victims(tmp_path, "a") as (store, _):
+        uses = [KeyUse("cached", key, 1.0, 1, None, 2.0) for key in ("a", "gone")]
+        await store.change(lambda tx: transaction.note_uses(tx, uses))
+        rows = store.reader.here(lambda db: db.execute("SELECT key, use_count, leased_until FROM uses").fetchall())
+        assert rows == [("a", 1, 2.0)]
+
+
+async def test_empty_objects_leave_where_the_index_may_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take room in the index alone: with nothing but them, every write was refused for ever."""
+    monkeypatch.setattr(evictor, "TICK_S", 0.01)
+    settings = StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached"),), disk_bytes=64 * MIB)
+    store = EmbeddedStore(settings)
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    running = asyncio.create_task(store.evictor.run())
+    try:
+        for number in range(32):
+            await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 0), BytesBody(b""))
+        assert len(await _keys(store)) == 32
+        monkeypatch.setattr(space.Space, "has_index_room", property(lambda _: len_of(store) < 8))
+        with pytest.raises(ServerError, match="no room for the index"):
+            await store.objects.put_object("k", PutRequest("cached", "refused", 0), BytesBody(b""))
+        await until(lambda: len_of(store) < 8)
+        await store.objects.put_object("k", PutRequest("cached", "taken", 0), BytesBody(b""))
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        store.close()
+
+
+def len_of(store: EmbeddedStore) -> int:
+    return int(store.reader.here(lambda db: db.execute("SELECT count(*) FROM objects").fetchone()[0]))
+
+
+async def test_what_a_restart_takes_over_is_no_work_for_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection visited every object of the books, and stopped the event loop for a tenth of a second."""
+    noted: list[int] = []
+    monkeypatch.setattr(evictor, "note_long_lived", lambda: noted.append(1))
+    async with with_victims(tmp_path, "a"):
+        pass
+    noted.clear()
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
+    await store.start()
+    running = asyncio.create_task(store.evictor.run())
+    await until(lambda: store.evictor.news.is_restored)
+    assert noted
+    running.cancel()
+    await asyncio.wait((running,))
+    store.close()

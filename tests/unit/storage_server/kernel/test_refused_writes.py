@@ -115,13 +115,28 @@ async def without_bucket(store: EmbeddedStore, nbytes: int) -> None:
         await task
 
 
+async def with_another_bucket(store: EmbeddedStore, nbytes: int) -> None:
+    """The bucket is gone, and made anew, when the body is there: it came into room of other bounds."""
+    await store.objects.create_bucket("k", "anew")
+    body = HeldBody(content(nbytes, 7))
+    task = asyncio.create_task(store.objects.put_object("k", PutRequest("anew", "key", nbytes), body))
+    await body.has_begun.wait()
+    await store.objects.delete_bucket("k", "anew")
+    await store.objects.create_bucket("k", "anew")
+    body.may_end.set()
+    with pytest.raises(ServerError, match="made anew"):
+        await task
+    await store.objects.delete_bucket("k", "anew")
+
+
 async def deleted(store: EmbeddedStore, nbytes: int) -> None:
     for key in ("raced", "end", *(f"key-{size}" for size in SIZES)):
         await store.objects.delete_object("k", "bbb", key)
 
 
 ENDINGS: list[Callable[[EmbeddedStore, int], Awaitable[None]]] = [
-    stored, lost_race, aborted, left, left_at_the_end, damaged, without_bucket, deleted,
+    stored, lost_race, aborted, left, left_at_the_end, damaged, without_bucket, with_another_bucket,
+    deleted,
 ]  # fmt: skip
 
 

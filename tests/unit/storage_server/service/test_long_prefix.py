@@ -20,7 +20,7 @@ from descriptors.storage_api import DeliveryStart, Patience, Spans
 from objectcache.adapters import threads
 from storage_server.cache.rules import residency
 from storage_server.delivery import pipeline
-from storage_server.kernel import reads
+from storage_server.kernel import prefix_reads
 from storage_server.kernel.data import extents
 from storage_server.kernel.data.extents import extent_place
 from storage_server.kernel.index import reader, resolved
@@ -88,7 +88,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._loop_thread = threading.get_ident()
         self.longest: dict[str, int] = {}
-        self._watch(monkeypatch, reads, "usable_prefix", lambda found, *_, **__: len(found))
+        self._watch(monkeypatch, prefix_reads, "usable_prefix", lambda found, *_, **__: len(found))
         self._watch(monkeypatch, pipeline, "make_table", lambda chunks, _: len(chunks))
         self._watch(monkeypatch, reader, "_kept", lambda pins, files, found, _: len(found))
         self._watch(monkeypatch, extents.PinSet, "release", lambda pins: pins.count)
