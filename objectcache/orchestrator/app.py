@@ -64,6 +64,10 @@ class App:
             raise
         except Exception:
             _log.exception("%s %s", http.method, http.path)
+            if http.writer.output_size:  # within an answer, a refusal would be taken for a part of it
+                if http.transport is not None:
+                    http.transport.abort()
+                raise ConnectionResetError("the answer could not be finished") from None
             return Refusal(500, "the orchestrator failed").response()
 
     async def _route(self, http: web.BaseRequest) -> web.StreamResponse:

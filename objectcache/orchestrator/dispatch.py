@@ -97,7 +97,8 @@ class Dispatch:
                 raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
             if answer.content_length is None and "Transfer-Encoding" not in answer.headers:
                 exchange.keep_not()  # its end looks like that of an engine that was killed
-            if answer.status == 200:  # a refusal comes at once, and says nothing of the time of a prefill
+            if answer.status == 200 and exchange.asked.is_generating:
+                # a refusal comes at once, as tokens do, and says nothing of the time of a prefill
                 self._noted_first_byte(exchange, routed, first)
             if media_type_of(answer.headers) == EVENT_STREAM:
                 return await passing.stream(first)

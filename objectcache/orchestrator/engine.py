@@ -156,9 +156,9 @@ class Engine:
     def failed(self, error: str, *, is_certain: bool = False, is_probe: bool = False) -> None:
         """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
         now_s = time.monotonic()
-        was_ejected = self.liveness.status(now_s) is EngineStatus.EJECTED
+        was_ejected = self.liveness.is_ejected(now_s)
         self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe)
-        if not was_ejected and self.liveness.status(now_s) is EngineStatus.EJECTED:
+        if not was_ejected and self.liveness.is_ejected(now_s):
             _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0
             for name in self.index_names:

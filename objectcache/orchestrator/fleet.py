@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from objectcache.adapters.threads import to_end
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
@@ -69,7 +70,11 @@ class Fleet:
             if each.label not in self.engines:
                 if any(engine.url == each.url for engine in self.engines.values()):
                     continue  # an option or the config file has it under another name now
-                await self._join(each)
+                try:
+                    await self._join(each)
+                except ValueError as error:
+                    _log.warning("the engine %s of the metadata does not join: %s", each.label, error)
+                    continue
             self.engines[each.label].liveness.drain(is_wanted=is_draining)
 
     async def stop(self) -> None:
@@ -143,31 +148,52 @@ class Fleet:
                 self.engines[name].failed("it refuses what another engine answers")
 
     async def register(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Join an engine, for good where there is a place for metadata. Raises ValueError, MetadataError."""
+        """Join an engine, for good where there is a place for metadata, to the end, whether the caller waits for it or
+        not. Raises ValueError, MetadataError.
+        """
         settings = engine_settings(document)
+        self._require_free(settings)
+        if self._registry is not None:
+            await self._registry.add(settings)
+        else:
+            await to_end(asyncio.ensure_future(self._registered(settings)))
+        return {"name": settings.label, "url": settings.url}
+
+    def _require_free(self, settings: EngineSettings) -> None:
         for known in self.engines.values():
             if (known.name == settings.label) != (known.url == settings.url):
                 raise NameTakenError(f"the engine {known.name} has this name, or this URL")
-        if self._registry is not None:
-            await self._registry.add(settings)
-        elif self._writing is not None:
-            await self._writing.add_engine(settings)
-        if self._registry is None:
-            async with self._changing:
-                if settings.label in self.engines:
-                    await self._leave(settings.label)
+
+    async def _registered(self, settings: EngineSettings) -> None:
+        """A new one is written down when it has joined: one for which there is no room must not stop the next start."""
+        async with self._changing:
+            self._require_free(settings)
+            if settings.label in self.engines:
+                if self._writing is not None:
+                    await self._writing.add_engine(settings)
+                await self._leave(settings.label)
                 await self._join(settings)
-        return {"name": settings.label, "url": settings.url}
+                return
+            await self._join(settings)
+            try:
+                if self._writing is not None:
+                    await self._writing.add_engine(settings)
+            except BaseException:
+                await self._leave(settings.label)
+                raise
 
     async def remove(self, name: str) -> None:
-        """Forget an engine. Raises KeyError."""
+        """Forget an engine, to the end, whether the caller waits for it or not. Raises KeyError."""
         if name in self._of_registry and self._registry is not None:
             await self._registry.remove(name)
             return
+        await to_end(asyncio.ensure_future(self._removed(name)))
+
+    async def _removed(self, name: str) -> None:
         async with self._changing:
             await self._leave(name)
-        if self._writing is not None:
-            await self._writing.remove_engine(name)
+            if self._writing is not None:
+                await self._writing.remove_engine(name)
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.body_pieces import pieces_of
 from objectcache.orchestrator.rules import reading
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
@@ -49,9 +50,18 @@ class _LostError(Exception):
 
 
 class Readers:
-    """Used on one event loop. `tokenizer` names a model's files, for `tokens`."""
+    """Used on one event loop. `tokenizer` names a model's files, for `tokens`. Small bodies are read on the loop, in
+    turns of `share`: hundreds that end in one pass of it would stop it for a second.
+    """
 
-    def __init__(self, tokenizer: Path | None = None, count: int | None = None, read_s: float = READ_S) -> None:
+    def __init__(
+        self,
+        tokenizer: Path | None = None,
+        count: int | None = None,
+        read_s: float = READ_S,
+        share: LoopShare | None = None,
+    ) -> None:
+        self._share = share or LoopShare()
         self._arguments = [] if tokenizer is None else [str(tokenizer.resolve())]
         self._count = count or max(2, min(8, os.cpu_count() or 1))
         self._read_s = read_s
@@ -95,14 +105,16 @@ class Readers:
     async def read(self, raw: bytes, order: reading.Order) -> reading.ReadBody:
         """Read a request's body. Raises WrongRequestError, ReadingError."""
         if len(raw) <= INLINE_BYTES:
-            return reading.read_body(raw, order)
+            async with self._share.turn():
+                return reading.read_body(raw, order)
         head, blobs = await self._asked(order.tenant, {"call": "read", "order": reading.packed_order(order)}, raw)
         return reading.body_of(head, blobs, raw)
 
     async def edited(self, tenant: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
         """The body without some fields, and with others. Raises WrongRequestError, ReadingError."""
         if len(raw) <= INLINE_BYTES:
-            return reading.edited(raw, drop, put)
+            async with self._share.turn():
+                return reading.edited(raw, drop, put)
         _, (changed,) = await self._asked(tenant, {"call": "edit", "drop": list(drop), "put": dict(put)}, raw)
         return changed
 
@@ -115,7 +127,8 @@ class Readers:
         """The tokens of an engine's answer. Raises NoTokensError, ReadingError."""
         if len(answer) <= INLINE_BYTES:
             try:
-                return reading.answered_tokens(answer)
+                async with self._share.turn():
+                    return reading.answered_tokens(answer)
             except ValueError as error:
                 raise NoTokensError(str(error)) from None
         _, (tokens,) = await self._asked(tenant, {"call": "answer"}, answer)

@@ -17,6 +17,8 @@ from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.orchestrator.body_pieces import pieces_of
 
 AHEAD_BYTES_MAX = 1 << 20
+PIECE_BYTES = 64
+"""A piece that waits takes so much more than its bytes."""
 """No more of one stream is held for a client that is slow: about 4,000 tokens, as events."""
 STRAIGHT_BYTES = 1 << 15
 """A connection with so few unsent bytes takes a piece at once. It is half of where asyncio has writers wait."""
@@ -121,10 +123,11 @@ class Relay:
 
     def _is_held(self, piece: bytes) -> bool:
         """Whether there is memory for the piece, which then waits for the client."""
-        if self._waiting_bytes + len(piece) > AHEAD_BYTES_MAX or not self._held.take(len(piece)):
+        nbytes = len(piece) + PIECE_BYTES
+        if self._waiting_bytes + nbytes > AHEAD_BYTES_MAX or not self._held.take(nbytes):
             return False
         self._waiting.append(piece)
-        self._waiting_bytes += len(piece)
+        self._waiting_bytes += nbytes
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_waiting())
         return True
@@ -146,7 +149,7 @@ class Relay:
         try:
             while self._waiting:
                 await self._response.write(self._waiting[0])
-                nbytes = len(self._waiting.popleft())
+                nbytes = len(self._waiting.popleft()) + PIECE_BYTES
                 self._waiting_bytes -= nbytes
                 self._held.give_back(nbytes)
                 self._written.set()

@@ -165,12 +165,13 @@ class Router:
         """The request is on its way to the engine: its blocks will be there soon."""
         now_s, engine, prediction = time.monotonic(), routed.engine, routed.decision.prediction
         tokens = (asked.prompt_tokens if prompt is None else len(prompt.tokens)) + asked.output_tokens
-        is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
+        # of a prompt without tokens the prediction says nothing, and who asks for tokens has nothing computed
+        is_known = prompt is not None and asked.is_generating
         predicted_s = prediction.ttft_s if is_known else 0.0
-        has_load = prediction.load_tokens > 0
+        has_load = is_known and prediction.load_tokens > 0
         work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
         engine.books.send(SentRequest(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
-        if prompt is not None and routed.index_name in engine.index_names:
+        if prompt is not None and asked.is_generating and routed.index_name in engine.index_names:
             chain = self._chain(engine, prompt)
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
 

@@ -63,7 +63,8 @@ class Orchestrator:
         self.kept_responses = KeptResponses()
         self.answers = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
         """The memory of answers that clients have not taken: as much as that of requests' bodies."""
-        self.readers = Readers(settings.tokenizer)
+        self.deciding = LoopShare()
+        self.readers = Readers(settings.tokenizer, share=self.deciding)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self.writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
         self._http = _session(CONNECTIONS_MAX)
@@ -82,7 +83,6 @@ class Orchestrator:
         self.access = Access(settings, self.orders, engine_key)
         self.bodies = Bodies(settings, self.readers, self.access, keeps_answers=self.responses.is_on)
         self.tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), self.readers)
-        self.deciding = LoopShare()
         """Decisions about long prompts take milliseconds each, and many requests may be woken at once."""
         self.router = Router(self.engines, self.index, self.policy, self._lookups, self.orders.pins)
         self.token_checks = TokenChecks(self.router, self.meter)

@@ -33,6 +33,8 @@ AT_ONCE_BYTES_MAX = 4 << 20
 """
 BLAMED_BYTES_MAX = 64 << 10
 """An engine that has no more than this to make tokens of, and does not answer, has failed."""
+ENTRY_BYTES = 300
+"""An entry of the cache takes so much more than its key and its tokens."""
 _OF_CLIENTS = b'"chat_template'
 """A prompt with a template of its own, or with arguments of one, may take any time, and give any number of tokens."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16
@@ -61,14 +63,18 @@ class TokenCache:
 
     def keep(self, key: bytes, tokens: TokenIds) -> None:
         """Keep the tokens, if they are not too many."""
-        nbytes = tokens.nbytes + len(key)
+        nbytes = _kept_bytes(key, tokens)
         if nbytes > self._bytes_max // 4 or key in self._tokens:
             return
         self._tokens[key] = tokens
         self._used_bytes += nbytes
         while self._used_bytes > self._bytes_max:
             old, left = self._tokens.popitem(last=False)
-            self._used_bytes -= left.nbytes + len(old)
+            self._used_bytes -= _kept_bytes(old, left)
+
+
+def _kept_bytes(key: bytes, tokens: TokenIds) -> int:
+    return tokens.nbytes + len(key) + ENTRY_BYTES
 
 
 class Tokens:
@@ -168,10 +174,11 @@ class Tokens:
             raise NoTokensError(f"/tokenize: {error}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"/tokenize: {type(error).__name__} {error}"
-            breaker.failed(time.monotonic())
             is_small = max(asked_bytes, at_once.total()) <= BLAMED_BYTES_MAX
-            if is_small and _OF_CLIENTS not in document and not isinstance(error, LongAnswerError):
-                engine.failed(problem)
+            if is_small and _OF_CLIENTS not in document:  # others' prompts, or templates, are not the engine's fault
+                breaker.failed(time.monotonic())
+                if not isinstance(error, LongAnswerError):
+                    engine.failed(problem)
             raise NoTokensError(problem) from None
         finally:
             breaker.gave_up()

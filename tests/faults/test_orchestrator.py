@@ -6,9 +6,10 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import pytest
@@ -21,7 +22,7 @@ from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAUL
 from objectcache.orchestrator.settings import EngineSettings, Role
 from objectcache.orchestrator.token_checks import UNMATCHED_MAX
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
@@ -465,3 +466,60 @@ async def test_transfer_params_that_are_nested_too_deep_end_no_reader_and_no_req
             refused = await bed.ask("POST", "/v1/completions", data=said, headers={"Content-Type": "application/json"})
             assert refused.status == 400
             assert bed.orchestrator.readers.failure_count == 0
+
+
+async def test_an_engine_that_is_removed_and_then_ends_leaves_an_honest_end() -> None:
+    """The failure that ejects it was an error of ours: a second answer within the running one, which never ended."""
+    document = {"model": "canned", "prompt": PROMPT, "max_tokens": 500, "stream": True}
+    async with (
+        canned(1, replace(FAST, output_s=0.05)) as engines,
+        orchestrated(engines) as bed,
+        AsyncExitStack() as stack,
+    ):
+        answers = [
+            await stack.enter_async_context(bed.http.post(f"{bed.url}/v1/completions", json=document)) for _ in range(8)
+        ]
+        for answer in answers:
+            assert await answer.content.readline()
+        assert (await bed.ask("DELETE", f"/_orchestrator/engines/{quote(engines[0].url, safe='')}")).status == 200
+        await engines[0].stop()
+        async with asyncio.timeout(LIMIT_S):
+            for answer in answers:
+                said = await answer.content.read()
+                assert b"HTTP/1.1" not in said
+                last = said.decode().strip().rsplit("\n\n", 1)[-1]
+                assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_lost"
+
+
+async def test_a_draining_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
+    """It was draining, and so could not be ejected: they waited for ten minutes."""
+    patient = replace(QUICK, first_byte_timeout_s=600.0)
+    async with canned(2, FAST) as engines, orchestrated(engines, patient) as bed:
+        first = await bed.complete(PROMPT)
+        hung = bed.engine_at(first.engine)
+        hung.is_hung.set()
+        asking = asyncio.create_task(bed.complete([*PROMPT, 1], stream=True))
+        engine = bed.orchestrator.engines[hung.url]
+        await until(lambda: engine.books.load(time.monotonic()).active_count > 0)
+        engine.liveness.drain(is_wanted=True)
+        again = await asking
+        assert (again.status, again.engine != first.engine) == (200, True)
+
+
+async def test_an_engine_for_which_there_is_no_room_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orchestrator did not start any more."""
+    settings = replace(QUICK, data=tmp_path)
+    async with canned(3, FAST) as engines:
+        async with orchestrated([], settings, is_waiting=False) as bed:
+            monkeypatch.setattr("objectcache.orchestrator.rules.prefix_index.ENGINES_MAX", 2)
+            statuses = [
+                (await bed.ask("POST", "/_orchestrator/engines", {"url": engine.url})).status for engine in engines
+            ]
+            assert statuses == [201, 201, 400]
+        async with orchestrated([], settings, is_waiting=False) as bed:
+            assert set(bed.orchestrator.engines) == {engine.url for engine in engines[:2]}
+        monkeypatch.setattr("objectcache.orchestrator.rules.prefix_index.ENGINES_MAX", 1)
+        async with orchestrated([], settings, is_waiting=False) as bed:
+            assert len(bed.orchestrator.engines) == 1

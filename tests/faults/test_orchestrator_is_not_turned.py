@@ -16,6 +16,11 @@ import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.adapters.limited_server import Connection
+from objectcache.adapters.loop_share import LoopShare
+from objectcache.orchestrator.readers import Readers
+from objectcache.orchestrator.rules.observed_costs import TOKEN_US_DEFAULT
+from objectcache.orchestrator.rules.openai_requests import RequestKind
+from objectcache.orchestrator.rules.reading import Order, ReadBody
 from objectcache.orchestrator.settings import EngineSettings
 from tests.support.orchestrators import QUICK, Bed, canned, orchestrated
 from tests.support.waiting import until
@@ -246,13 +251,76 @@ async def test_a_client_that_hangs_up_ends_no_reading_process() -> None:
         place, readers = urlsplit(bed.url), bed.orchestrator.readers
         head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         await bed.ask("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
-        started = readers.started_count
+        started, read, begun = readers.started_count, readers.read, asyncio.Event()
+
+        async def begun_to_read(raw: bytes, order: Order) -> ReadBody:
+            begun.set()
+            return await read(raw, order)
+
+        readers.read = begun_to_read  # type: ignore[method-assign]
         for _ in range(20):
+            begun.clear()
             _, writer = await asyncio.open_connection(place.hostname, place.port)
             writer.write(head + body)
             await writer.drain()
-            await until(lambda: readers.busy_count > 0)
+            await begun.wait()
             writer.transport.abort()
             await until(lambda: readers.busy_count == 0)
         assert readers.started_count <= started + 1
         assert readers.failure_count == 0
+
+
+async def test_prompts_that_are_only_made_tokens_of_shape_no_decision() -> None:
+    """With "stream": true an answer that computes nothing counted as a fast prefill, and all went to one engine."""
+    async with canned(1, replace(FAST, publishes=False)) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        for at in range(12):
+            asked = {"model": "canned", "prompt": " ".join(map(str, [at, *PROMPT])), "stream": True}
+            assert (await bed.ask("POST", "/tokenize", asked)).status == 200
+        assert engine.observed.costs.token_us == TOKEN_US_DEFAULT
+        for held in (False, True):
+            answer = await bed.complete([0, *PROMPT])
+            receipt_id = answer.headers["x-objectcache-request-id"]
+            receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{receipt_id}")).json()
+            assert (receipt["predictions"][0]["held_tokens"] > 0) == held
+
+
+async def test_a_template_of_a_client_turns_no_engines_tokens_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S", 0.05)
+    async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines) as bed:
+        chat = {"model": "canned", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        slow = {**chat, "chat_template": "{% for i in range(10**9) %}{% endfor %}"}
+        assert (await bed.ask("POST", "/v1/chat/completions", slow)).status == 200
+        engines[0].settings.tokenize_hangs = False
+        answer = await bed.ask("POST", "/v1/chat/completions", chat)
+        receipt_id = answer.headers["x-objectcache-request-id"]
+        receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{receipt_id}")).json()
+        assert receipt["prompt_tokens"], "no pause was made for the template"
+
+
+async def test_work_in_the_background_is_refused() -> None:
+    """It passed admission by: the engine answers at once, and works for nobody."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.ask("POST", "/v1/responses", {"model": "canned", "input": "Hello", "background": True})
+        assert (answer.status, answer.json()["error"]["param"]) == (400, "background")
+
+
+async def test_small_bodies_are_read_in_turns() -> None:
+    """Four hundred that ended in one pass of the loop stopped it for a second and a half."""
+
+    class CountedShare(LoopShare):
+        count = 0
+
+        @asynccontextmanager
+        async def turn(self) -> AsyncIterator[None]:
+            self.count += 1
+            async with super().turn():
+                yield
+
+    share = CountedShare()
+    readers = Readers(share=share)
+    raw = b'{"model": "m", "prompt": [1, 2]}'
+    assert (await readers.read(raw, Order(RequestKind.COMPLETIONS, {}))).asked.model == "m"
+    assert await readers.edited("", raw, ["prompt"], {}) == b'{"model": "m"}'
+    assert (await readers.answered_tokens("", b'{"tokens": [1, 2]}')).tolist() == [1, 2]
+    assert share.count == 3

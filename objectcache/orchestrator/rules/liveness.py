@@ -48,9 +48,13 @@ class Liveness:
         """The state now."""
         if self.is_draining:
             return EngineStatus.DRAINING
-        if now_s < self.ejected_until_s:
+        if self.is_ejected(now_s):
             return EngineStatus.EJECTED
         return EngineStatus.UP if self.is_proved else EngineStatus.HALF_OPEN
+
+    def is_ejected(self, now_s: float) -> bool:
+        """Whether it has failed, also one that is draining: the requests that it has go elsewhere."""
+        return now_s < self.ejected_until_s
 
     def takes_requests(self, now_s: float) -> bool:
         """Whether it may be sent requests."""

@@ -116,6 +116,9 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     tokens, document = _prompt(kind, body, model)
     to_tokenize = None if document is None else _canonical(document)
     lengths = _lengths(body) if tokens is None and document is None else []
+    if kind is RequestKind.RESPONSES and body.get("background"):
+        problem = "background is not passed on: its work would count for nobody, and its result could not be fetched"
+        raise WrongRequestError(problem, "background")
     is_stream = body.get("stream", False)
     if not isinstance(is_stream, bool | None):
         raise WrongRequestError("stream must be true or false", "stream")

@@ -190,8 +190,10 @@ class PrefixIndex:
             expected.popitem(last=False)
 
     def forget_expected(self, name: str) -> None:
-        """Prompts that were sent to the engine do not count any more: it has failed."""
-        self._engines[name].expected.clear()
+        """Prompts that were sent to the engine do not count any more: it has failed. It may have left before."""
+        engine = self._engines.get(name)
+        if engine is not None:
+            engine.expected.clear()
 
     def names_of(self, engine: str) -> list[str]:
         """The names under which the index knows an engine and its data-parallel ranks."""

@@ -14,7 +14,7 @@ from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.rules.openai_requests import RequestKind, read_request
 from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
-from objectcache.orchestrator.tokens import AT_ONCE_BYTES_MAX, TokenCache, Tokens
+from objectcache.orchestrator.tokens import AT_ONCE_BYTES_MAX, ENTRY_BYTES, TokenCache, Tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<end>"
@@ -58,8 +58,8 @@ def test_a_template_that_refuses_or_is_missing_gives_no_tokens(folder: Path) -> 
 
 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
-    cache = TokenCache(1000)
-    for number in range(10):
+    cache = TokenCache(10 * 460)
+    for number in range(20):
         cache.keep(b"%d" % number, np.full(40, number, np.uint32))  # 160 bytes and a key
         cache.find(b"0")
     found = cache.find(b"0")
@@ -68,7 +68,15 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     assert cache.find(b"1") is None
     cache.keep(b"large", np.full(1000, 1, np.uint32))
     assert cache.find(b"large") is None
-    assert cache.hit_count == 11
+    assert cache.hit_count == 21
+
+
+def test_entries_without_tokens_fill_the_cache_too() -> None:
+    """Half a million empty prompts took ten times as much as the cache may have."""
+    cache = TokenCache(4000)
+    for number in range(100):
+        cache.keep(b"%d" % number, np.zeros(0, np.uint32))
+    assert sum(cache.find(b"%d" % number) is not None for number in range(100)) <= 4000 // ENTRY_BYTES
 
 
 async def test_no_engine_is_asked_for_the_tokens_of_a_prompt_that_is_too_large() -> None:
