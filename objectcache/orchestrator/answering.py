@@ -181,7 +181,7 @@ class Answering:
         with parts.gate.without_engine(tenant):
             while parts.fleet.may_come(model):
                 left_s = until_s - time.monotonic()
-                if left_s <= 0 or not await parts.fleet.comes(model, left_s):
+                if left_s <= 0 or not await parts.fleet.waiting.comes(model, left_s):
                     problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
                     raise Refusal(503, problem, code="no_engine", retry_after_s=1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,9 +19,9 @@ from objectcache.orchestrator.registry import Engines, EtcdRegistry
 from objectcache.orchestrator.rules.policies import RoutingPolicy
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
+from objectcache.orchestrator.waiting_for_engines import WaitingForEngines
 from objectcache.orchestrator.writing import Writing
 
-WOKEN_MAX = 64
 _log = logging.getLogger(__name__)
 
 
@@ -53,10 +52,7 @@ class Fleet:
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
         self._turns = FeedTurns()
-        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
-        """The requests that wait for an engine, by model."""
-        self._woken: deque[asyncio.Future[None]] = deque()
-        self._is_waking = False
+        self.waiting = WaitingForEngines()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._following: set[asyncio.Task[None]] = set()
 
@@ -98,23 +94,6 @@ class Fleet:
         """The engines of every role that take requests for the model."""
         now_s = time.monotonic()
         return [each for each in self.engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
-
-    async def comes(self, model: str, within_s: float) -> bool:
-        """Wait until an engine takes requests for the model again; False where none does within that time."""
-        coming = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(model, {})[coming] = None
-        try:
-            async with asyncio.timeout(within_s):
-                await coming
-        except TimeoutError:
-            return False
-        finally:
-            waiting = self._waiting.get(model)
-            if waiting is not None:
-                waiting.pop(coming, None)
-                if not waiting:
-                    del self._waiting[model]
-        return True
 
     def has_prefill(self) -> bool:
         """Whether some prefill engine takes requests."""
@@ -245,25 +224,8 @@ class Fleet:
     def _is_up(self, name: str) -> None:
         """Wake the requests that wait for a model of this engine."""
         engine = self.engines.get(name)
-        if engine is None:
-            return
-        for model in [model for model in self._waiting if engine.serves(model)]:
-            self._woken.extend(self._waiting.pop(model))
-        self._wake()
-
-    def _wake(self) -> None:
-        """Thousands may wait, and each has some work to do at once: a portion goes on in one pass of the loop."""
-        for _ in range(min(WOKEN_MAX, len(self._woken))):
-            coming = self._woken.popleft()
-            if not coming.done():
-                coming.set_result(None)
-        if self._woken and not self._is_waking:
-            self._is_waking = True
-            asyncio.get_running_loop().call_soon(self._wake_more)
-
-    def _wake_more(self) -> None:
-        self._is_waking = False
-        self._wake()
+        if engine is not None:
+            self.waiting.wake(engine.serves)
 
     async def _join(self, settings: EngineSettings) -> None:
         writing = self._writing

@@ -75,6 +75,11 @@ class CacheSet:
         """Whether there is any cache."""
         return self.whole is not None or bool(self.buckets)
 
+    @property
+    def refused_count(self) -> int:
+        """Pins and leases that had no effect, since others hold what they may of their cache."""
+        return sum(cache.books.refused_count for cache in self.all())
+
     def declare(self, bucket: str, declared: BucketCache | None) -> None:
         """Note that a bucket was created as a cache; None: as none, or deleted. Settings that name it hold in any case,
         but for the size where they say none. Where the directory is a cache as a whole, no bucket is one by itself.

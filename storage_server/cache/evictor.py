@@ -201,13 +201,8 @@ class Evictor(Watcher):
                     async with asyncio.timeout(TICK_S if self.caches.is_needed else None):
                         await self._wake.wait()
 
-    @property
-    def refused_count(self) -> int:
-        """Pins and leases that had no effect, since others hold what they may of their cache."""
-        return sum(cache.books.refused_count for cache in self.caches.all())
-
     def _tell_refusals(self) -> None:
-        refused, now_s = self.refused_count - self._told_refusals, time.monotonic()
+        refused, now_s = self.caches.refused_count - self._told_refusals, time.monotonic()
         if refused and now_s - self._told_refusals_at >= REFUSALS_LOGGED_S:
             _log.warning("%d pins and leases of objects had no effect: others hold half of the cache", refused)
             self._told_refusals += refused
@@ -317,11 +312,8 @@ class Evictor(Watcher):
     def _may_leave(self, victim: Victim) -> bool:
         """Runs in the thread."""
         self.news.take_over()
-        return not self._is_taken_back(victim)
-
-    def _is_taken_back(self, victim: Victim) -> bool:
         cache = self.caches.of(victim.bucket)
-        return cache is not None and cache.books.takes_back(victim)
+        return cache is None or not cache.books.takes_back(victim)
 
     @asynccontextmanager
     async def _leaving(self, victim: Victim) -> AsyncIterator[bool]:
@@ -360,17 +352,11 @@ class Evictor(Watcher):
                 chosen = list(group)
                 self._departures.begin((bucket, victim.key) for victim in chosen)
                 try:
-                    chosen = await self._io.run(partial(self._still_leaving, chosen))
+                    chosen = await self._io.run(partial(self.news.not_asked, chosen))
                     evicted = await self._removed(bucket, chosen)
                 finally:
                     self._departures.end()
             self._count(bucket, chosen, evicted)
-
-    def _still_leaving(self, victims: list[Victim]) -> list[Victim]:
-        """The victims that nobody has got a lease of since they were chosen, whether that was noted in the books since,
-        or waits to be. Runs in the thread.
-        """
-        return [victim for victim in self.news.not_asked(victims) if not self._is_taken_back(victim)]
 
     async def _removed(self, bucket: str, victims: Sequence[Victim]) -> int:
         """Delete those that still show what was chosen. One that somebody has pinned since stays: it is among the news

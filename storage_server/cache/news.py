@@ -118,8 +118,8 @@ class News:
                     cache.books.lease(noted.bucket, noted.keys[: noted.matched], noted.at + noted.lease_s)
 
     def not_asked(self, victims: list[Victim]) -> list[Victim]:
-        """The victims that nobody has got a lease of since they were chosen, nor has used since a restart, as far as
-        that waits to be noted. The others stay. Runs in the thread.
+        """The victims that nobody has got a lease of since they were chosen, nor has used since a restart, whether the
+        books know of it, or it waits to be noted. The others stay. Runs in the thread.
         """
         asked = [each for each in self._held if isinstance(each, AskedPrefix)]  # the books chose without these
         asked += [
@@ -131,8 +131,11 @@ class News:
         wanted = {
             (each.bucket, key) for each in asked for key in each.keys[: each.matched] if (each.bucket, key) in names
         }
+        left: list[Victim] = []
         for victim in victims:
             cache = self._caches.of(victim.bucket)
-            if (victim.bucket, victim.key) in wanted and cache is not None:
+            if cache is None or not ((victim.bucket, victim.key) in wanted or cache.books.takes_back(victim)):
+                left.append(victim)
+            elif (victim.bucket, victim.key) in wanted:
                 cache.books.put((victim.bucket, victim.key), victim.entry)
-        return [victim for victim in victims if (victim.bucket, victim.key) not in wanted]
+        return left

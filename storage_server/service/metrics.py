@@ -63,7 +63,7 @@ def store_readings(store: EmbeddedStore) -> Iterator[Reading]:
     yield metrics.STORE_REPLACED, _one(0 if replacer is None else replacer.replaced_count)
     yield metrics.STORE_REPLACED_BYTES, _one(0 if replacer is None else replacer.freed_bytes)
     yield metrics.STORE_REPLACING, _one(0 if replacer is None else replacer.encoding_s)
-    yield metrics.STORE_UNHELD, _one(store.evictor.refused_count)
+    yield metrics.STORE_UNHELD, _one(store.evictor.caches.refused_count)
     yield metrics.STORE_OPEN_FILES, _one(store.files.open.count)
     yield metrics.STORE_PINNED_FILES, _one(store.files.pinned_count)
     yield metrics.STORE_COMMITS, _one(store.committer.transaction_count)

@@ -48,7 +48,8 @@ STAGES = {
         "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed", "engine",
         "tokenizer", "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing",
         "response_cache", "gate", "relay", "router", "orders", "access", "bodies", "exchange", "passing_on",
-        "dispatch", "meter", "token_checks", "fleet", "prefill", "service", "answering", "administration", "pages",
+        "dispatch", "meter", "token_checks", "waiting_for_engines", "fleet", "prefill", "service", "answering",
+        "administration", "pages",
         "app", "process",
     ),
     "nixl_client": (
