@@ -372,7 +372,7 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
         def is_steady() -> bool:
             """What earlier turns have led to is carried out behind them."""
             before = state()
-            return all([turn() for _ in range(3)]) and dram.decided_bytes == dram.resident_bytes and state() == before
+            return all(turn() for _ in range(3)) and dram.decided_bytes == dram.resident_bytes and state() == before
 
         assert eventually(is_steady)
         before = state()
