@@ -55,7 +55,7 @@ PREFIX_CHUNKS = 64
 
 
 class Part(Enum):
-    """What grows."""
+    """The quantity that grows."""
 
     OBJECTS = "objects"
     MEMORY = "memory"
@@ -66,8 +66,8 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrowthSettings:
-    """What to measure: `objects` are stored, and `residents` are in memory; a delivery has `chunks`, or `layers`; and
-    so many `requests` are active on one link.
+    """The counts to measure at: `objects` are stored, and `residents` are in memory; a delivery has `chunks`, or
+    `layers`; and so many `requests` are active on one link.
     """
 
     parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part))

@@ -370,7 +370,7 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
             return dram.evicted_count, dram.encoded_bytes, dram.form_counts
 
         def is_steady() -> bool:
-            """What earlier turns have led to is carried out behind them."""
+            """The tier carries out behind a turn what it has decided."""
             before = state()
             return all(turn() for _ in range(3)) and dram.decided_bytes == dram.resident_bytes and state() == before
 
