@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import time
@@ -17,7 +16,7 @@ import aiohttp
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed
-from objectcache.adapters.whole_answers import read_whole
+from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
 from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, FeedTurns
 from objectcache.orchestrator.rules.books import EngineBooks
 from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
@@ -37,14 +36,10 @@ from objectcache.orchestrator.settings import EngineSettings
 REQUESTS_MAX_DEFAULT = 256
 MODELS_EVERY_S = 2.0
 SOURCES_EVERY_S = 10.0
-FIRST_TOKEN_S = 20.0
 PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 RANKS_MAX = 64
 _RANK = re.compile("[0-9]{1,4}")
-ANSWER_BYTES_MAX = 1 << 18
-HERE_BYTES_MAX = 1 << 14
-"""Longer answers are read in a thread: the event loop goes on meanwhile."""
 MODELS_MAX, TEXT_MAX = 1000, 1024
 _log = logging.getLogger(__name__)
 
@@ -83,14 +78,14 @@ class Engine:
         """By the names under which the index knows the engine's data-parallel ranks."""
         self.ranks: dict[str, int] = {}
         """The ranks by the same names."""
+        self.has_left = False
+        """Whether it was removed. Requests may still be at it, and another engine may have its name."""
         self.unmatched_count = 0
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
-        self._http = http
+        self._calls = EngineCalls(http, self.url, probe_timeout_s, headers)
         self._index = index
         self._poll_s = poll_s
-        self._probe_timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
         self._known = known or {}
-        self._headers = dict(headers or {})
         self._sources: list[tuple[int, str, str | None, str]] | None = None
         self._listeners: list[asyncio.Task[None]] = []
         self._sources_s = 0.0
@@ -99,7 +94,6 @@ class Engine:
         self._log = log
         self._on_up = on_up
         self._probed_s = float("-inf")
-        self._first_timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_S)
         self._is_asked = False
         self._models_s = -MODELS_EVERY_S
         index.add_engine(self.name)
@@ -117,8 +111,8 @@ class Engine:
 
     @property
     def index_names(self) -> tuple[str, ...]:
-        """The names of its data-parallel ranks in the index, in order."""
-        return tuple(self.feeds) or (self.name,)
+        """The names of its data-parallel ranks in the index, in order; none where it has left."""
+        return () if self.has_left else tuple(self.feeds) or (self.name,)
 
     @property
     def is_live(self) -> bool:
@@ -201,6 +195,12 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*self._listeners, return_exceptions=True)
 
+    async def see_out(self) -> None:
+        """Probe an engine that has left until no request is at it any more: where it fails, they are told."""
+        while self._on_gone:
+            await self._is_well()
+            await asyncio.sleep(self._poll_s)
+
     def _listen(self, sources: Sequence[tuple[int, str, str | None, str]]) -> None:
         """Listen to these ranks, and to no others any more."""
         for task in self._listeners:
@@ -233,7 +233,7 @@ class Engine:
             return
         self._sources_s = now_s + SOURCES_EVERY_S
         host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
-        document = await self._json("/kv_event_sources")
+        document = await self._calls.json("/kv_event_sources")
         sources = [
             (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
             for rank, events, replay, topic in event_sources(document)
@@ -251,22 +251,7 @@ class Engine:
         if is_ejected and began_s - self._probed_s < min(PROBE_EJECTED_S, 4 * self._poll_s):
             return
         self._probed_s = began_s
-        try:
-            async with self._http.get(
-                f"{self.url}/health", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
-            ) as answer:
-                is_well = answer.status == 200
-                error = "" if is_well else f"/health answers {answer.status}"
-        except aiohttp.ClientConnectorError as failure:
-            is_refused = isinstance(failure.os_error, ConnectionRefusedError)
-            if is_refused:
-                self._process_ended()
-            self.failed(str(failure), is_certain=is_refused, is_probe=True)
-            return
-        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
-            is_well, error = False, f"/health: {type(failure).__name__} {failure}"
-        if not is_well:
-            self.failed(error, is_probe=True)
+        if not await self._is_well():
             return
         if is_ejected:
             self.liveness.revived(time.monotonic())
@@ -275,6 +260,15 @@ class Engine:
             await self._read_models()
         await self._have_published()
         self.succeeded()
+
+    async def _is_well(self) -> bool:
+        illness = await self._calls.illness()
+        if illness is None:
+            return True
+        if illness.is_refused:
+            self._process_ended()
+        self.failed(illness.error, is_certain=illness.is_refused, is_probe=True)
+        return False
 
     def _process_ended(self) -> None:
         """The process is another one, or none: it holds nothing, and may have other models and events elsewhere."""
@@ -287,7 +281,7 @@ class Engine:
         self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
 
     async def _read_metrics(self) -> None:
-        said = await self._body("/metrics", METRICS_BYTES_MAX)
+        said = await self._calls.body("/metrics", METRICS_BYTES_MAX)
         if said is None:
             return
         try:
@@ -314,46 +308,18 @@ class Engine:
         if self._is_asked or not self.models:
             return
         self._is_asked = True
-        body = {"model": next(iter(self.models)), "prompt": [1], "max_tokens": 1}
         try:
-            async with self._http.post(
-                f"{self.url}/v1/completions",
-                json=body,
-                timeout=self._first_timeout,
-                headers=self._headers,
-                allow_redirects=False,
-            ) as answer:
-                await read_whole(answer, ANSWER_BYTES_MAX)
+            await self._calls.compute_token(next(iter(self.models)))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             _log.info("%s gives no first token: %r", self.name, error)
 
     async def _read_models(self) -> None:
-        document = await self._json("/v1/models")
+        document = await self._calls.json("/v1/models")
         entries = document.get("data") if isinstance(document, dict) else None
         if isinstance(entries, list):
             found = {each["id"]: each for each in map(model_of, entries[:MODELS_MAX]) if each is not None}
             self.models = found
             self._models_s = time.monotonic()
-
-    async def _json(self, path: str) -> Any:
-        said = await self._body(path, ANSWER_BYTES_MAX)
-        if said is None:
-            return None
-        with contextlib.suppress(ValueError, RecursionError):
-            return await computed(partial(json.loads, said), is_long=len(said) > HERE_BYTES_MAX)
-        return None
-
-    async def _body(self, path: str, bytes_max: int) -> bytes | None:
-        """The answer to a GET; None where there is none, or one that is too long."""
-        try:
-            async with self._http.get(
-                f"{self.url}{path}", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
-            ) as answer:
-                if answer.status != 200:
-                    return None
-                return await read_whole(answer, bytes_max)
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return None
 
 
 def model_of(said: object) -> Mapping[str, Any] | None:

@@ -55,6 +55,7 @@ class Fleet:
         self.waiting = WaitingForEngines()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._following: set[asyncio.Task[None]] = set()
+        self._seeing_out: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError."""
@@ -75,7 +76,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Watch no engine any more."""
-        tasks = (*self._watches.values(), *self._following)
+        tasks = (*self._watches.values(), *self._following, *self._seeing_out)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -257,3 +258,7 @@ class Fleet:
         for each in self._index.names_of(engine.name):
             self._index.remove_engine(each)
         self._policy.forget_engine(name)
+        engine.has_left = True
+        seeing_out = asyncio.create_task(engine.see_out())
+        self._seeing_out.add(seeing_out)
+        seeing_out.add_done_callback(self._seeing_out.discard)

@@ -19,8 +19,6 @@ from objectcache.orchestrator.under_way import stopping
 
 WHOLE_BYTES_MAX = 1 << 20
 """An answer that is read to its end before it goes on has no more bytes."""
-LEAST_BYTES_PER_S = 64 << 10
-"""An answer whose length is known is read at least so fast: it keeps a connection to its engine meanwhile."""
 EVENT_STREAM = "text/event-stream"
 _PASSED_ON = frozenset(
     {
@@ -77,8 +75,7 @@ class PassingOn:
         if answer.content_length is not None:  # whoever says its length has computed it
             exchange.computed(engine, answer.status)
         await response.prepare(exchange.http)
-        extra_s = (answer.content_length or 0) / LEAST_BYTES_PER_S
-        relay = Relay(response, exchange.http, exchange.held, extra_s)
+        relay = Relay(response, exchange.http, exchange.held)
         piece = first
         exchange.note_response(first)
         try:

@@ -26,6 +26,10 @@ BLOCKED_S = 20.0
 """An engine that puts a stream out waits so long for its client, all waits together: less than others wait for the
 place (`deadline_s`).
 """
+TAKEN_BYTES_PER_S = 64 << 10
+"""It waits a second more for each so many bytes that the client has taken: a large answer may take long, to a client
+that reads.
+"""
 
 
 class SlowReaderError(Exception):
@@ -64,14 +68,11 @@ class Relay:
     the end, whatever has happened.
     """
 
-    def __init__(
-        self, response: web.StreamResponse, http: web.BaseRequest, held: HeldBytes, extra_s: float = 0.0
-    ) -> None:
-        """The engine waits `extra_s` more than BLOCKED_S for the client."""
+    def __init__(self, response: web.StreamResponse, http: web.BaseRequest, held: HeldBytes) -> None:
         self._response = response
         self._http = http
         self._held = held
-        self._extra_s = extra_s
+        self._taken_bytes = 0
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -82,23 +83,22 @@ class Relay:
         """Pass a piece on, or hold it. Raises SlowReaderError, and what writing raises."""
         self._note_end()
         if self._writing is None and self._unsent_bytes() + len(piece) <= STRAIGHT_BYTES:
-            await self._response.write(piece)
+            await self._put(piece)
             return
         if self._is_held(piece):
             return
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        patience_s = BLOCKED_S + self._taken_bytes / TAKEN_BYTES_PER_S
         try:
-            async with asyncio.timeout(max(0.0, BLOCKED_S + self._extra_s - self._blocked_s)):
+            async with asyncio.timeout(max(0.0, patience_s - self._blocked_s)):
                 while self._writing is not None:
                     await self._some_written()
                     if self._is_held(piece):
                         return
-                await self._response.write(piece)  # there is no memory to hold it
+                await self._put(piece)  # there is no memory to hold it
         except TimeoutError:
-            raise SlowReaderError(
-                f"the client has kept an engine waiting for {BLOCKED_S + self._extra_s:.0f} s"
-            ) from None
+            raise SlowReaderError(f"the client has kept an engine waiting for {patience_s:.0f} s") from None
         finally:
             self._blocked_s += loop.time() - began_s
 
@@ -116,6 +116,10 @@ class Relay:
         self._held.give_back(self._waiting_bytes)
         self._waiting.clear()
         self._waiting_bytes = 0
+
+    async def _put(self, piece: bytes) -> None:
+        await self._response.write(piece)
+        self._taken_bytes += len(piece)
 
     def _unsent_bytes(self) -> int:
         transport = self._http.transport
@@ -148,7 +152,7 @@ class Relay:
     async def _write_waiting(self) -> None:
         try:
             while self._waiting:
-                await self._response.write(self._waiting[0])
+                await self._put(self._waiting[0])
                 nbytes = len(self._waiting.popleft()) + PIECE_BYTES
                 self._waiting_bytes -= nbytes
                 self._held.give_back(nbytes)

@@ -22,6 +22,7 @@ from objectcache.orchestrator.rules.kv_events import (
     Event,
     token_root,
 )
+from objectcache.orchestrator.rules.sliced_dict import SlicedDict
 
 ENGINES_MAX = 1024
 BLOCKS_MAX = 4_000_000
@@ -48,8 +49,11 @@ class _Engine:
     bit: int
     blocks_max: int
     block_tokens: int | None = None
-    names: dict[BlockName, bytes] = field(default_factory=dict)
-    counts: dict[bytes, int] = field(default_factory=dict)
+    names: SlicedDict[BlockName, bytes] = field(default_factory=SlicedDict)
+    """Our names of its blocks, by its own."""
+    name_count: int = 0
+    counts: SlicedDict[bytes, int] = field(default_factory=SlicedDict)
+    """How many of its own names stand for a block of ours."""
     expected: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     orphan_count: int = 0
     dropped_count: int = 0
@@ -60,9 +64,8 @@ class _Cleared:
     """The blocks that an engine held before it was cleared. Its bit is still set at these blocks."""
 
     bit: int
-    names: dict[BlockName, bytes]
-    counts: dict[bytes, int]
-    expected: OrderedDict[bytes, float]
+    counts: list[dict[bytes, int]]
+    rest: list[dict[BlockName, bytes] | OrderedDict[bytes, float]]
 
 
 class PrefixIndex:
@@ -70,7 +73,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
-        self._holders: dict[bytes, int] = {}
+        self._holders: SlicedDict[bytes, int] = SlicedDict()
         self._free_bits: list[int] = []
         self._bit_count = 0
         self._cleared: deque[_Cleared] = deque()
@@ -132,12 +135,12 @@ class PrefixIndex:
         """Take over what was written down of an engine's blocks: its own names, and ours."""
         engine = self._engines[name]
         for block, prefix in blocks:
-            if block not in engine.names and len(engine.names) < engine.blocks_max:
+            if block not in engine.names and engine.name_count < engine.blocks_max:
                 self._add(engine, block, prefix)
 
     def prefix_of(self, name: str, block: BlockName) -> bytes | None:
         """Our name of an engine's block; None where the engine does not hold it."""
-        return self._engines[name].names.get(block)
+        return self._engines[name].names.of(block).get(block)
 
     def holds(self, name: str, block: bytes) -> bool:
         """Whether an engine holds a block, by its events."""
@@ -148,12 +151,13 @@ class PrefixIndex:
         away in small steps, because millions of blocks take seconds.
         """
         engine = self._engines[name]
-        if not engine.names and not engine.counts and not engine.expected:
+        if not engine.name_count and not engine.expected:
             return False
         if len(self._cleared) >= CLEARED_MAX:
             self.sweep()
-        self._cleared.append(_Cleared(engine.bit, engine.names, engine.counts, engine.expected))
-        engine.bit, engine.names, engine.counts, engine.expected = self._new_bit(), {}, {}, OrderedDict()
+        self._cleared.append(_Cleared(engine.bit, engine.counts.slices, [*engine.names.slices, engine.expected]))
+        engine.bit, engine.name_count = self._new_bit(), 0
+        engine.names, engine.counts, engine.expected = SlicedDict(), SlicedDict(), OrderedDict()
         self.sweep()
         return True
 
@@ -162,13 +166,18 @@ class PrefixIndex:
         while self._cleared and blocks_max > 0:
             old = self._cleared[0]
             while old.counts and blocks_max > 0:
-                self._drop_bit(old.counts.popitem()[0], old.bit)
                 blocks_max -= 1
-            for rest in (old.names, old.expected):
-                while rest and not old.counts and blocks_max > 0:
-                    rest.popitem()
-                    blocks_max -= 1
-            if not old.counts and not old.names and not old.expected:
+                if old.counts[-1]:
+                    self._drop_bit(old.counts[-1].popitem()[0], old.bit)
+                else:
+                    old.counts.pop()
+            while old.rest and not old.counts and blocks_max > 0:
+                blocks_max -= 1
+                if old.rest[-1]:
+                    old.rest[-1].popitem()
+                else:
+                    old.rest.pop()
+            if not old.counts and not old.rest:
                 self._cleared.popleft()
                 self._free_bits.append(old.bit)
         return bool(self._cleared)
@@ -229,7 +238,7 @@ class PrefixIndex:
         counts: dict[int, int] = {}
         alive = -1
         for index, block in enumerate(chain):
-            after = alive & self._holders.get(block, 0)
+            after = alive & self._holders.of(block).get(block, 0)
             if alive != after and index:
                 _note(counts, alive & ~after, index)
             alive = after
@@ -245,7 +254,7 @@ class PrefixIndex:
             salt, _ = token_root(event, 0)
             parent: bytes | None = root_hash(event.adapter, salt)
         else:
-            parent = engine.names.get(event.parent)
+            parent = engine.names.of(event.parent).get(event.parent)
         if parent is None:
             engine.orphan_count += len(event.names)
             return
@@ -255,36 +264,39 @@ class PrefixIndex:
             parent = next_hash(parent, event.tokens[index * step : (index + 1) * step], extra)
             if name in engine.names:
                 continue
-            if len(engine.names) >= engine.blocks_max:
+            if engine.name_count >= engine.blocks_max:
                 engine.dropped_count += 1
                 continue
             self._add(engine, name, parent)
 
     def _add(self, engine: _Engine, name: BlockName, prefix: bytes) -> None:
-        engine.names[name] = prefix
-        count = engine.counts.get(prefix, 0)
-        engine.counts[prefix] = count + 1
+        engine.names.of(name)[name] = prefix
+        engine.name_count += 1
+        counts = engine.counts.of(prefix)
+        count = counts.get(prefix, 0)
+        counts[prefix] = count + 1
         if not count:
-            self._holders[prefix] = self._holders.get(prefix, 0) | 1 << engine.bit
+            holders = self._holders.of(prefix)
+            holders[prefix] = holders.get(prefix, 0) | 1 << engine.bit
 
     def _remove(self, engine: _Engine, name: BlockName) -> None:
-        block = engine.names.pop(name, None)
+        block = engine.names.of(name).pop(name, None)
         if block is None:
             return
-        count = engine.counts[block] - 1
-        if count:
-            engine.counts[block] = count
+        engine.name_count -= 1
+        counts = engine.counts.of(block)
+        counts[block] -= 1
+        if counts[block]:
             return
-        del engine.counts[block]
+        del counts[block]
         engine.expected.pop(block, None)
         self._drop_bit(block, engine.bit)
 
     def _drop_bit(self, block: bytes, bit: int) -> None:
-        left = self._holders[block] & ~(1 << bit)
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
+        holders = self._holders.of(block)
+        holders[block] &= ~(1 << bit)
+        if not holders[block]:
+            del holders[block]
 
 
 def _note(counts: dict[int, int], bits: int, count: int) -> None:

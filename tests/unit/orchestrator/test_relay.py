@@ -92,3 +92,28 @@ async def test_a_client_that_is_gone_is_told_with_the_next_piece(budget: Documen
         await made.write(b"2")
     await made.stop()
     assert budget.held_bytes == 0
+
+
+async def test_a_client_that_reads_has_time_by_what_it_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "BLOCKED_S", 0.0)
+    monkeypatch.setattr(relay, "TAKEN_BYTES_PER_S", 1e-3)  # the first byte gives it a thousand seconds
+    client = Client()
+    client.reads.set()
+    made = relay_to(client, HeldBytes(DocumentBudget(100, 100), "a"))
+    await made.write(b"taken")
+    client.reads.clear()
+    writing = asyncio.create_task(made.write(b"2" * 200))
+    await settled()
+    assert not writing.done()
+    client.reads.set()
+    await writing
+    assert client.got == [b"taken", b"2" * 200]
+    await made.stop()
+
+
+async def test_one_that_does_not_read_has_none_whatever_length_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "BLOCKED_S", 0.0)
+    made = relay_to(Client(), HeldBytes(DocumentBudget(100, 100), "a"))
+    with pytest.raises(SlowReaderError):
+        await made.write(b"2" * 200)
+    await made.stop()
