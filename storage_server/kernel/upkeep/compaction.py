@@ -73,6 +73,8 @@ class Damaged:
 class CompactionTally:
     """The result of a compaction run."""
 
+    files_looked_at: int = 0
+    """Files that had changed since they were looked at, and were looked at again."""
     segments_read: int = 0
     segments_written: int = 0
     extents: int = 0
@@ -160,7 +162,7 @@ class Compactor:
         is_done = False
         while not is_done:
             before = tally.progress
-            await self._look()
+            tally.files_looked_at += await self._look()
             for job in plan(self._candidates.values(), self._rules()):
                 await self._rewrite(job, tally, bytes_per_s)
                 if on_job is not None:
@@ -171,31 +173,33 @@ class Compactor:
     def _rules(self) -> Rules:
         return Rules(self._live_fraction_max, self._segments.extents_max, self._segments.bytes_max)
 
-    async def _look(self) -> None:
-        """Look at the files that have changed, at first at all."""
+    async def _look(self) -> int:
+        """Look at the files that have changed, at first at all. Returns how many."""
         with self._changed_lock:
             changed, self._changed = self._changed, set()
         try:
             if changed is None:
-                await self._look_at_all()
-            else:
-                file_ids = sorted(changed | self._written)
-                for start in range(0, len(file_ids), FILES_PER_QUERY):
-                    await self._look_at(file_ids[start : start + FILES_PER_QUERY])
+                return await self._look_at_all()
+            file_ids = sorted(changed | self._written)
+            for start in range(0, len(file_ids), FILES_PER_QUERY):
+                await self._look_at(file_ids[start : start + FILES_PER_QUERY])
+            return len(file_ids)
         except BaseException:
             with self._changed_lock:
                 self._changed = None
             raise
 
-    async def _look_at_all(self) -> None:
-        self._candidates, self._written = {}, set()
+    async def _look_at_all(self) -> int:
+        self._candidates, self._written, count = {}, set(), 0
         sound: set[str] = set()
         after = ""
         while file_ids := await self._reader.threaded(partial(files_after, after=after, limit=FILES_PER_QUERY)):
             after = file_ids[-1]
+            count += len(file_ids)
             sound |= self._damaged.intersection(file_ids)
             await self._look_at(file_ids)
         self._damaged &= sound
+        return count
 
     async def _look_at(self, file_ids: Sequence[str]) -> None:
         """Note which of these files are segments that a plan may rewrite: closed and sound ones. A file of one large
