@@ -18,6 +18,7 @@ from descriptors.objects import RangeSpec, ReadRequest
 from descriptors.storage_api import ObjectRead
 from objectcache.adapters.breaker import Breaker
 from storage_server.delivery.gather.landing import Landed
+from storage_server.home.further_tier import FurtherTier
 from storage_server.home.rules.remote_entry import RemoteEntry
 from storage_server.home.service import HomeObjects
 
@@ -44,8 +45,8 @@ class PeerCopies(Protocol):
         """Close every connection."""
 
 
-class FormerKeepers:
-    """Implements storage_server.home.fetch.fetch.Elsewhere. Used on one event loop."""
+class FormerKeepers(FurtherTier):
+    """The caches of the members that kept keys before this one. They keep nothing for others."""
 
     def __init__(self, objects: HomeObjects, former_keeper: FormerKeeper, copies: PeerCopies) -> None:
         self._objects = objects

@@ -43,12 +43,14 @@ from descriptors.objects import (
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, UploadsApi
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed, finished, to_end
+from storage_server.delivery.gather.landing import Landing
 from storage_server.home.cached_read import healing
 from storage_server.home.chunks import UpstreamChunks
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetch import PROVED_HERE_BYTES_MAX
 from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.former_keepers import FormerKeepers, PeerCopies
+from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.own_keys import OwnKeys
 from storage_server.home.passing_body import CountedBody, EndedBody, RatedBody
@@ -72,6 +74,20 @@ ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 _T = TypeVar("_T")
 
 
+def further_tiers(
+    settings: UpstreamSettings, objects: HomeObjects, own: OwnKeys | None, copies: PeerCopies | None
+) -> Sequence[FurtherTier]:
+    """The tiers between the cache and home, in the order in which they are asked."""
+    tiers: list[FurtherTier] = []
+    there = settings.remote_dram
+    if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
+        keep_s = settings.chunk_revalidate_s / PASSES
+        tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s))
+    if own is not None and copies is not None:
+        tiers.append(FormerKeepers(objects, own.former_keeper, copies))
+    return tiers
+
+
 class UpstreamHome:
     """The roles `objects` and `uploads`, and the ChunkSource `chunks`. `start` before use, `close` after."""
 
@@ -93,15 +109,10 @@ class UpstreamHome:
         service.on_changed(self._forget_changed)
         plain = self.service.objects
         locks = KeyLocks()
-        there = settings.remote_dram
-        self.remote = None
-        if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
-            keep_s = settings.chunk_revalidate_s / PASSES
-            self.remote = RemoteDram(there, there.namespace or settings.endpoint, keep_s)
-        self.former = None if own is None or copies is None else FormerKeepers(plain, own.former_keeper, copies)
-        self.fetches = Fetches(
-            plain, cache, locks, settings.fetches_max, settings.landing_bytes, self.remote, self.former
-        )
+        self.tiers = further_tiers(settings, plain, own, copies)
+        landings = (each.landing(settings.landing_bytes) for each in self.tiers)
+        landing = next((each for each in landings if each is not None), None) or Landing(settings.landing_bytes)
+        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, landing, self.tiers)
         accepts = settings.write is Write.BACK
         self.write_back = WriteBack(plain, cache, locks, self._stop_copies, settings.uploads_max, accepts=accepts)
         self.cache = cache
@@ -115,23 +126,34 @@ class UpstreamHome:
     async def _stop_copies(self, bucket: str, keys: Sequence[str]) -> None:
         """No copy of what these keys showed before comes into the cache any more."""
         await self.fetches.stop(bucket, keys)
-        await self._remove_remote(bucket, keys)
+        await self._remove_from_tiers(bucket, keys)
 
-    async def _remove_remote(self, bucket: str, keys: Sequence[str]) -> None:
-        if self.remote is not None:
-            await self.remote.remove(bucket, [key for key in keys if is_chunk_key(key)])
+    async def _remove_from_tiers(self, bucket: str, keys: Sequence[str]) -> None:
+        chunk_keys = [key for key in keys if is_chunk_key(key)]
+        await asyncio.gather(*(each.remove(bucket, chunk_keys) for each in self.tiers))
 
     async def _forget_changed(self, changed: Sequence[Shown]) -> None:
         """Others have changed these: copies that are not what they show now leave the cache."""
         by_bucket = defaultdict[str, dict[str, str | None]](dict)
         for bucket, key, etag, is_changed in changed:
             by_bucket[bucket][key] = etag
-            if self.remote is not None and is_changed and is_chunk_key(key):
-                self.remote.distrust(bucket, [key])
+            if is_changed and is_chunk_key(key):
+                for tier in self.tiers:
+                    tier.distrust(bucket, [key])
         for bucket, shown in by_bucket.items():
             await self.fetches.stop_others(bucket, shown)
             await self.revalidation.forget_others(bucket, shown)
             self.chunks.forget_known(bucket, list(shown))
+
+    @property
+    def remote(self) -> RemoteDram | None:
+        """Remote DRAM, where there is any."""
+        return next((each for each in self.tiers if isinstance(each, RemoteDram)), None)
+
+    @property
+    def former(self) -> FormerKeepers | None:
+        """The caches of former keepers, in a cluster."""
+        return next((each for each in self.tiers if isinstance(each, FormerKeepers)), None)
 
     @property
     def failed_count(self) -> int:
@@ -140,8 +162,8 @@ class UpstreamHome:
 
     async def start(self) -> None:
         """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
-        if self.remote is not None:
-            await self.remote.start()
+        for tier in self.tiers:
+            await tier.start()
         await self.service.start()
         await self.write_back.start()
         if self.settings.directory is not None:  # what changed while this server was away
@@ -156,10 +178,8 @@ class UpstreamHome:
             await asyncio.wait([self._revalidating])
         await self.write_back.close()
         await self.fetches.close()
-        if self.remote is not None:
-            await self.remote.close()
-        if self.former is not None:
-            await self.former.close()
+        for tier in self.tiers:
+            await tier.close()
         await self.service.close()
 
     def cached(self, bucket: str, key: str) -> bool:
@@ -252,7 +272,7 @@ class UpstreamHome:
         return changed
 
     async def _forget_versions(self, bucket: str, versions: Mapping[str, int]) -> int:
-        await self._remove_remote(bucket, list(versions))
+        await self._remove_from_tiers(bucket, list(versions))
         return await remove_versions(partial(self.cache.change, frees=True), bucket, versions)
 
 

@@ -24,6 +24,7 @@ from storage_server.home.remote_dram import mooncake_process
 from storage_server.settings import RemoteDramSettings, UpstreamSettings, Write
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
+from tests.support.folder_tier import FolderTier
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
 from tests.support.requests import OWNER, request
 from tests.support.servers import CONFIG, LocalStack, started
@@ -202,6 +203,37 @@ def test_a_change_that_a_server_has_heard_of_is_not_undone(played: PlayedMooncak
         writing.put_chunks(keys, list(newer))
         assert eventually(lambda: all(store.stored("chunks", key) is None for key in keys))
         assert fetched(one, keys, newer)
+
+
+@pytest.mark.slow
+def test_a_further_tier_serves_deliveries_and_is_never_believed(
+    home: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    monkeypatch.setattr("storage_server.home.upstream.further_tiers", lambda *_: [FolderTier(folder)])
+    keys, chunks = make_chunks(N, LAYOUT, 21)
+    with FaultyUpstream(home.url) as way:
+        settings = UpstreamSettings(way.url, *OWNER)
+        with LocalStack(tmp_path / "w", upstream=settings) as writer, writer.client("chunks", "http") as client:
+            client.put_chunks(keys, list(chunks))
+        with LocalStack(tmp_path / "a", upstream=settings) as one:
+            assert fetched(one, keys, chunks)
+            assert eventually(lambda: len(list(folder.glob("*[!w]"))) == N)
+        with LocalStack(tmp_path / "b", upstream=settings) as other:
+            way.choose = lambda _: Fault.RESET
+            assert fetched(other, keys, chunks)
+            assert other.storage.upstream.tiers[0].read_count == N
+            assert other.storage.upstream.fetches.fetched_bytes == 0
+            way.choose = lambda _: None
+        for file in folder.iterdir():
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+        with LocalStack(tmp_path / "c", upstream=settings) as third:
+            assert fetched(third, keys, chunks)
+            assert eventually(lambda: third.storage.upstream.fetches.fetched_bytes == chunks.nbytes)
+            for key in keys:
+                assert request(third.url, "DELETE", f"/chunks/{key}").status == 204
+            assert list(folder.iterdir()) == []
 
 
 CLIENT = """

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 from descriptors.chunk_names import is_chunk_key
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
@@ -22,14 +21,13 @@ from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from objectcache.adapters.threads import HERE_BYTES_MAX, computed, to_end
 from storage_server.delivery.gather.coming import Arrival, ComingExtent
-from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
+from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landing
 from storage_server.delivery.gather.passing import PassingExtent
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.passing_chunk import PassingChunk
 from storage_server.home.fetch.receiving import ChunkReceiver, IntoFile, IntoMemory, wrong
-from storage_server.home.former_keepers import FormerKeepers
+from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import KeyLocks
-from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.groups import group_ends
 from storage_server.home.rules.headers import is_md5
@@ -76,19 +74,6 @@ class _BrokenOffError(Exception):
         self.error = error
 
 
-class Elsewhere(Protocol):
-    """Memory of other servers, which may have a chunk, and which is asked before home."""
-
-    def may_have(self, bucket: str, key: str) -> bool:
-        """Whether asking for a chunk makes sense now."""
-
-    async def read(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
-        """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved."""
-
-    def found_wrong(self, bucket: str, key: str) -> None:
-        """The bytes that `read` brought were not those of the chunk."""
-
-
 class Ways:
     """Everything that all fetches share."""
 
@@ -100,14 +85,13 @@ class Ways:
         turns: Turns,
         landing: Landing,
         io: IoThreads,
-        remote: RemoteDram | None,
-        former: FormerKeepers | None,
+        tiers: Sequence[FurtherTier],
         tags: CopiedTags,
     ) -> None:
         self.objects = objects
         self.tags = tags
-        self.remote = remote
-        self.elsewhere: tuple[Elsewhere, ...] = tuple(each for each in (remote, former) if each is not None)
+        self.tiers = tiers
+        """Those that are asked before home, in this order."""
         self.cache = cache
         self.locks = locks
         self.turns = turns
@@ -239,8 +223,8 @@ class Fetch:
         that.
         """
         if self.layout is not None and is_chunk_key(self._key):
-            for elsewhere in self._ways.elsewhere:
-                if elsewhere.may_have(self._bucket, self._key) and await self._fetch_from(elsewhere, self.layout):
+            for tier in self._ways.tiers:
+                if tier.may_have(self._bucket, self._key) and await self._fetch_from(tier, self.layout):
                     return
         start = 0
         self._asked_at = time.time()
@@ -261,8 +245,8 @@ class Fetch:
                 await self._ways.store(receiver)
             await self._publish(self.info, receiver.writer)
 
-    async def _fetch_from(self, elsewhere: Elsewhere, layout: ChunkLayout) -> bool:
-        """Bring the chunk from another server's memory; False where it is not there, or not what it should be."""
+    async def _fetch_from(self, tier: FurtherTier, layout: ChunkLayout) -> bool:
+        """Bring the chunk from a tier before home; False where it is not there, or not what it should be."""
         landed = self._ways.landing.take(self._bucket, layout.chunk_bytes)
         if landed is None:
             return False
@@ -271,12 +255,12 @@ class Fetch:
             stack.callback(receiver.close)
             async with self._ways.turns.turn(0, self._index):
                 self.has_begun = True
-                entry = await elsewhere.read(self._bucket, self._key, landed)
+                entry = await tier.read(self._bucket, self._key, landed)
                 if entry is None:
                     return False
                 await self._ways.io.run(partial(receiver.blocks.update, landed.view))
             if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
-                elsewhere.found_wrong(self._bucket, self._key)
+                tier.found_wrong(self._bucket, self._key)
                 return False
             self._proof = entry.proof
             if not await self._begin(entry.info, receiver):
@@ -290,9 +274,10 @@ class Fetch:
         return True
 
     def _admit(self, info: ObjectInfo, receiver: IntoMemory) -> None:
-        """Keep a chunk that came from home in remote DRAM, for other servers."""
-        if self._ways.remote is not None and self._proof is not None and is_chunk_key(self._key):
-            self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
+        """Offer a chunk that came from home to the tiers before it, for other servers."""
+        if self._proof is not None and is_chunk_key(self._key):
+            for tier in self._ways.tiers:
+                tier.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
 
     async def _fetch_group(self, turn_index: int, start: int, group_end: int | None, stack: ExitStack) -> int | None:
         """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout, or

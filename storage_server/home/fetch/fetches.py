@@ -18,9 +18,8 @@ from objectcache.adapters.threads import in_parts, let_others_run
 from storage_server.delivery.gather.landing import Landing
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetch import Fetch, Ways
-from storage_server.home.former_keepers import FormerKeepers
+from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import KeyLocks, Name
-from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.s3.copied_tags import CopiedTags
 from storage_server.home.s3.turns import Turns
 from storage_server.home.service import HomeObjects
@@ -46,16 +45,15 @@ class Fetches:
         cache: EmbeddedStore,
         locks: KeyLocks,
         requests_max: int,
-        landing_bytes: int = 0,
-        remote: RemoteDram | None = None,
-        former: FormerKeepers | None = None,
+        landing: Landing,
+        tiers: Sequence[FurtherTier] = (),
     ) -> None:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)
-        self.landing = Landing(landing_bytes) if remote is None else remote.landing(landing_bytes)
+        self.landing = landing
         self._io = IoThreads(IO_THREADS)
         self._tags = CopiedTags(objects, cache, locks)
-        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote, former, self._tags)
+        self._ways = Ways(objects, cache, locks, self._turns, landing, self._io, tiers, self._tags)
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()

@@ -20,6 +20,7 @@ from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.threads import to_end
 from storage_server.delivery.gather.landing import Landed, Landing
+from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import Name
 from storage_server.home.remote_dram import mooncake_process
 from storage_server.home.remote_dram.mooncake_process import MooncakeClient
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 Connect = Callable[[RemoteDramSettings, Sequence[SharedArea]], Awaitable[MooncakeClient]]
 
 
-class RemoteDram:
+class RemoteDram(FurtherTier):
     """The chunks of one home, which `namespace` names, as others keep them for at most `keep_s` (0: for ever). Used on
     one event loop. `start` before use, `close` after.
     """

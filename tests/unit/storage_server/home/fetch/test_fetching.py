@@ -16,6 +16,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import BodyDigests, ChecksumAlgorithm
+from storage_server.delivery.gather.landing import Landing
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.key_locks import KeyLocks
@@ -84,7 +85,7 @@ async def test_a_fetch_that_is_stopped_before_its_first_step_is_told_to_those_th
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path))
     await store.start()
     nothing: Any = None
-    fetches = Fetches(nothing, store, KeyLocks(), 4)
+    fetches = Fetches(nothing, store, KeyLocks(), 4, Landing(0))
     beginning = asyncio.create_task(fetches.begin("bucket", ["key"], ChunkLayout(1, 1, 4096)))
     await asyncio.sleep(0)
     await fetches.stop("bucket", ["key"])
