@@ -37,6 +37,7 @@ from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
 from descriptors.tiers import TierRuns
 from descriptors.units import MIB
+from nixl_client.fetch.fetch_ledger import FetchLedger, FetchPlace
 from nixl_client.fetch.http import HttpFetches
 from nixl_client.fetch.layer_fetch import Layer, LayerFetch
 from nixl_client.fetch.routes import Routes
@@ -339,11 +340,10 @@ class Client:
         fetches = route.fetches or self._http_fetches
         silence_s = timeout_s or self._fetch_timeout_s
         decoders = None if accept is None or route.fetches is None else self._decoders
-        fetch = LayerFetch(
-            descriptor, target, offset, fetches.cancel, route.transport, self.bucket, silence_s, decoders
-        )
-        self._fetchers.submit(fetches.run, fetch)
-        return fetch
+        place = FetchPlace(target, offset, descriptor.delivery_bytes)
+        running = FetchLedger(descriptor, place, self.bucket, silence_s, decoders)
+        self._fetchers.submit(fetches.run, running)
+        return LayerFetch(running, fetches.cancel, route.transport)
 
     async def fetch_layers(
         self, chunk_keys: Sequence[str], layout: ChunkLayout, buffer: Any, **options: Any

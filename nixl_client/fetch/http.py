@@ -24,7 +24,7 @@ from descriptors.notices import Mode
 from descriptors.storage_api import Grant
 from nixl_client.fetch.decoding import Packed, checked_forms, forms_in, host_bytes, is_too_new, layer_shape
 from nixl_client.fetch.delivery_state import granted_rate, payload_shape
-from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.fetch.fetch_ledger import FetchLedger
 from nixl_client.session.signed_http import SignedHttp
 from nixl_client.transports.http import Stream, UnansweredError
 
@@ -75,9 +75,9 @@ class HttpFetches:
     def __init__(self, http: SignedHttp, connection_count: int = 1) -> None:
         self._http = http
         self._connection_count = connection_count
-        self._running: dict[LayerFetch, _Reading] = {}
+        self._running: dict[FetchLedger, _Reading] = {}
 
-    def run(self, fetch: LayerFetch) -> None:
+    def run(self, fetch: FetchLedger) -> None:
         """POST the descriptor, whole or as subrequests, and read the bodies; returns when the fetch is settled. It is
         POSTed again, under another id, where it fails before a layer is ready.
         """
@@ -94,7 +94,7 @@ class HttpFetches:
             self._running.pop(fetch, None)
             fetch.settle()
 
-    def _try(self, fetch: LayerFetch, timeout_s: float) -> None:
+    def _try(self, fetch: FetchLedger, timeout_s: float) -> None:
         chunk_count: int | None = fetch.descriptor.chunk_count
         attempt = 0
         while chunk_count is not None:
@@ -105,7 +105,7 @@ class HttpFetches:
             chunk_count = reading.run()
             attempt += 1
 
-    def cancel(self, fetch: LayerFetch) -> None:
+    def cancel(self, fetch: FetchLedger) -> None:
         """Break the connections. Only our own threads write into the buffer, and they end with their connections."""
         reading = self._running.get(fetch)
         if reading is not None:
@@ -119,7 +119,7 @@ class _Reading:
     """
 
     def __init__(
-        self, http: SignedHttp, fetch: LayerFetch, subrequests: Sequence[Subrequest], timeout_s: float
+        self, http: SignedHttp, fetch: FetchLedger, subrequests: Sequence[Subrequest], timeout_s: float
     ) -> None:
         self._http = http
         self._fetch = fetch
@@ -217,7 +217,7 @@ class _Reading:
         packed = self._packed(subrequest, stream.headers, chunk_count)
         self._on_admitted(mode, granted_rate(stream.headers))
         layout = self._fetch.descriptor.layout
-        view = self._fetch.host_view()
+        view = self._fetch.place.host_view()
         if packed is not None:
             self._read_encoded(subrequest, stream, mode, packed)
         elif mode is Mode.LAYER_MAJOR:
@@ -260,7 +260,7 @@ class _Reading:
         decoded waits in the connection.
         """
         layout, first_chunk = self._fetch.descriptor.layout, subrequest.first_chunk
-        places, sizes = host_bytes(self._fetch.host_view()), packed.forms.layer_bytes
+        places, sizes = host_bytes(self._fetch.place.host_view()), packed.forms.layer_bytes
         if mode is Mode.LAYER_MAJOR:
             layer_bytes, first = layout.layer_bytes(self._chunk_count), layout.layer_bytes(first_chunk)
             body = np.empty(int(sizes.sum()), dtype=np.uint8)

@@ -14,7 +14,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, WRITERS_HEADER
 from nixl_client.fetch.decoding import forms_in, is_too_new
 from nixl_client.fetch.delivery_state import payload_shape
-from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.fetch.fetch_ledger import FetchLedger
 from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.signed_http import SignedAnswer, SignedHttp
 from nixl_client.transports.http import UnansweredError, number_in
@@ -37,10 +37,10 @@ class OneSidedFetches:
         self._http = http
         self.agent = agent
         self._lock = threading.Lock()
-        self._left_open: list[LayerFetch] = []
+        self._left_open: list[FetchLedger] = []
         """Fetches that have ended well, but for a server that was given up and may still write."""
 
-    def run(self, fetch: LayerFetch) -> None:
+    def run(self, fetch: FetchLedger) -> None:
         """POST the descriptor; its answer comes when every write is done. It is POSTed again, under another id, where
         no layer is ready and the server has surely nothing in flight.
         """
@@ -54,7 +54,7 @@ class OneSidedFetches:
         except Exception as error:
             self._end_failed(fetch, error)
 
-    def _try(self, fetch: LayerFetch, timeout_s: float) -> None:
+    def _try(self, fetch: FetchLedger, timeout_s: float) -> None:
         """Raises ObjectCacheError where the server has nothing in flight."""
         request_id = fetch.request_id
         if fetch.is_cancelling:
@@ -82,7 +82,7 @@ class OneSidedFetches:
         finally:
             self.agent.receiver.stop_listening(request_id)
 
-    def _has_nothing_in_flight(self, fetch: LayerFetch, error: UnansweredError) -> bool:
+    def _has_nothing_in_flight(self, fetch: FetchLedger, error: UnansweredError) -> bool:
         """Whether a request without an answer has surely nothing in flight, so that it may be made again. A server that
         is silent is not asked: the fetch has waited long enough.
         """
@@ -96,12 +96,12 @@ class OneSidedFetches:
             return False
         return True
 
-    def _settle_before(self, fetch: LayerFetch) -> None:
+    def _settle_before(self, fetch: FetchLedger) -> None:
         """Have servers that were given up drain, where they may write into this fetch's memory. Raises ServerError
         where one cannot be asked: then the memory must be given up, too.
         """
         with self._lock:
-            mine = [other for other in self._left_open if not other.is_settled and other.shares_memory_with(fetch)]
+            mine = [other for other in self._left_open if not other.is_settled and other.place.overlaps(fetch.place)]
         for other in mine:
             try:
                 self._cancel(other, {WRITERS_HEADER: other.given_up})
@@ -111,12 +111,12 @@ class OneSidedFetches:
         with self._lock:
             self._left_open = [other for other in self._left_open if not other.is_settled]
 
-    def _end_failed(self, fetch: LayerFetch, error: Exception) -> None:
+    def _end_failed(self, fetch: FetchLedger, error: Exception) -> None:
         """This client has failed, and the server may not know."""
         _log.exception("fetch %s", fetch.request_id)
         self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
 
-    def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
+    def _end_unanswered(self, fetch: FetchLedger, error: ObjectCacheError) -> None:
         """No answer came. A server that has sent `done` writes into the buffer no more; in a cluster another one may
         have been asked for the same. Otherwise it is asked to stop, again where the question is not answered either;
         without an answer the fetch stays unsettled.
@@ -136,21 +136,21 @@ class OneSidedFetches:
             except ObjectCacheError:
                 return  # if the caller cancels, the error is raised there
 
-    def cancel(self, fetch: LayerFetch) -> None:
+    def cancel(self, fetch: FetchLedger) -> None:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
         self._cancel(fetch, self.agent.writers_header())
 
-    def _cancel(self, fetch: LayerFetch, writers: dict[str, str] | None) -> None:
+    def _cancel(self, fetch: FetchLedger, writers: dict[str, str] | None) -> None:
         self._stop(fetch, writers)
         fetch.settle()
 
-    def _stop(self, fetch: LayerFetch, writers: dict[str, str] | None, timeout_s: float | None = None) -> None:
+    def _stop(self, fetch: FetchLedger, writers: dict[str, str] | None, timeout_s: float | None = None) -> None:
         path = f"{REQUESTS_PATH}/{fetch.request_id}"
         self._http.request_once("DELETE", path, timeout_s=timeout_s, headers=writers)
 
-    def _post(self, fetch: LayerFetch, timeout_s: float) -> SignedAnswer:
+    def _post(self, fetch: FetchLedger, timeout_s: float) -> SignedAnswer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
         such a refusal comes before anything is planned. So does that of a server that knows no encoded layers.
         """
@@ -168,6 +168,6 @@ class OneSidedFetches:
             fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
             return self._post_once(fetch, timeout_s)
 
-    def _post_once(self, fetch: LayerFetch, timeout_s: float) -> SignedAnswer:
+    def _post_once(self, fetch: FetchLedger, timeout_s: float) -> SignedAnswer:
         body = encode_binary(fetch.descriptor)
         return self._http.request_once("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, timeout_s)

@@ -14,7 +14,7 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from nixl_client.client import Client
-from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.fetch.fetch_ledger import FetchLedger
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
 from tests.support.chunks import LAYOUT, N, make_chunks
@@ -175,7 +175,7 @@ def test_a_fetch_that_is_refused_for_a_while_is_made_again(
             raise refusals.pop()
         return await deliver(*arguments, **named)
 
-    monkeypatch.setattr(LayerFetch, "pause", lambda *_: None)
+    monkeypatch.setattr(FetchLedger, "pause", lambda *_: None)
     with local.client("chunks", transport) as client:
         monkeypatch.setattr(local.storage.prefixes, "deliver", busy_at_first)
         fetched(bed, client, Delivery.LAYER_MAJOR)

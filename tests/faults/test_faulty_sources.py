@@ -13,7 +13,7 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.client import Client
-from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.fetch.fetch_ledger import FetchLedger
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import SignedAnswer, SignedHttp
 from storage_server.planning.source import ChunkSource
@@ -107,11 +107,11 @@ def test_layers_before_a_failed_one_count_though_their_notices_come_after_the_an
     damaged, has_failed, on_notice, answered = (
         Damaged(),
         threading.Event(),
-        LayerFetch.on_notice,
+        FetchLedger.on_notice,
         SignedHttp.request_once,
     )
 
-    def noticed_late(fetch: LayerFetch, notice: Any) -> None:
+    def noticed_late(fetch: FetchLedger, notice: Any) -> None:
         has_failed.wait(WAIT_S)
         on_notice(fetch, notice)
 
@@ -125,7 +125,7 @@ def test_layers_before_a_failed_one_count_though_their_notices_come_after_the_an
     with served(tmp_path, damaged.wrap) as local:
         stored(local)
         damaged.source.corrupt(BUCKET, KEYS[5], 70_000)
-        monkeypatch.setattr(LayerFetch, "on_notice", noticed_late)
+        monkeypatch.setattr(FetchLedger, "on_notice", noticed_late)
         monkeypatch.setattr(SignedHttp, "request_once", request_once)
         with local.client(BUCKET, "shm") as client:
             buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))

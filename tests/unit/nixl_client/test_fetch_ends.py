@@ -25,6 +25,7 @@ from descriptors.layer_forms import EXACT, FormRun, LayerForms
 from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode
 from descriptors.storage_api import Grant
 from nixl_client.fetch import one_sided
+from nixl_client.fetch.fetch_ledger import FetchLedger, FetchPlace
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.fetch.one_sided import OneSidedFetches
 from nixl_client.session.signed_http import SignedAnswer, parse_error
@@ -102,16 +103,15 @@ def run(notices: list[Any], lost_stops: int = 1_000) -> LayerFetch:
 def run_over(make_http: Callable[[Any], Any], notices: list[Any]) -> LayerFetch:
     def says() -> None:
         for notice in notices:
-            fetch.on_notice(notice)
+            running.on_notice(notice)
 
     http = make_http(says)
     agent: Any = SimpleNamespace(receiver=QuietReceiver(), writers_header=lambda: None)
     fetches = OneSidedFetches(http, agent)
-    fetch = LayerFetch(
-        DESCRIPTOR, as_buffer(np.zeros(4_000, np.uint8)), 0, fetches.cancel, Transport.SHM, "bucket", 5.0
-    )
-    fetches.run(fetch)
-    return fetch
+    place = FetchPlace(as_buffer(np.zeros(4_000, np.uint8)), 0, 4_000)
+    running = FetchLedger(DESCRIPTOR, place, "bucket", 5.0)
+    fetches.run(running)
+    return LayerFetch(running, fetches.cancel, Transport.SHM)
 
 
 def test_a_server_behind_a_proxy_that_gave_up_is_stopped_before_it_is_asked_again() -> None:
@@ -122,7 +122,7 @@ def test_a_server_behind_a_proxy_that_gave_up_is_stopped_before_it_is_asked_agai
     assert fetch.wait(1).chunk_count == 2
 
 
-def begun(accept: Accept | None = None, on_missing: OnMissing = OnMissing.PREFIX) -> LayerFetch:
+def begun(accept: Accept | None = None, on_missing: OnMissing = OnMissing.PREFIX) -> FetchLedger:
     descriptor = Descriptor(
         ("a", "b", "c"),
         2,
@@ -134,7 +134,11 @@ def begun(accept: Accept | None = None, on_missing: OnMissing = OnMissing.PREFIX
         version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
     )
     buffer = as_buffer(np.zeros(descriptor.delivery_bytes, np.uint8))
-    return LayerFetch(descriptor, buffer, 0, lambda fetch: None, Transport.HTTP, "bucket", 5.0)
+    return FetchLedger(descriptor, FetchPlace(buffer, 0, descriptor.delivery_bytes), "bucket", 5.0)
+
+
+def waited_for(running: FetchLedger) -> LayerFetch:
+    return LayerFetch(running, lambda running: None, Transport.HTTP)
 
 
 LOST = UnansweredError("lost")
@@ -149,7 +153,7 @@ def test_a_fetch_is_begun_again_for_what_the_caller_was_told() -> None:
     wanted = fetch.descriptor
     assert (wanted.chunk_keys, wanted.on_missing) == (("a", "b"), OnMissing.FAIL)
     assert wanted.delivery is Delivery.CHUNK_MAJOR
-    assert fetch.wait_admitted(0) == (Mode.CHUNK_MAJOR, 2)
+    assert waited_for(fetch).wait_admitted(0) == (Mode.CHUNK_MAJOR, 2)
     fetch.on_start(Mode.CHUNK_MAJOR, 2, Grant())
     assert not fetch.begin_again(LOST)
 
@@ -167,9 +171,9 @@ def test_a_notice_of_an_earlier_try_tells_nothing() -> None:
     assert fetch.begin_again(LOST)
     fetch.on_notice(Admitted("r" * 16, Mode.LAYER_MAJOR, 1))
     with pytest.raises(TimeoutError):
-        fetch.wait_admitted(0)
+        waited_for(fetch).wait_admitted(0)
     fetch.on_notice(Admitted(fetch.request_id, Mode.LAYER_MAJOR, 3))
-    assert fetch.wait_admitted(0) == (Mode.LAYER_MAJOR, 3)
+    assert waited_for(fetch).wait_admitted(0) == (Mode.LAYER_MAJOR, 3)
 
 
 @pytest.mark.parametrize("end", ["layer", "failure", "cancel", "encoded", "refused"])
@@ -181,7 +185,7 @@ def test_a_fetch_is_not_begun_again_once_the_caller_may_have_used_it(end: str) -
     elif end == "failure":
         fetch.on_failure(ChunkUnavailable(ErrorCode.CHUNK_CORRUPT, "damaged", index=1))
     elif end == "cancel":
-        fetch.cancel()
+        waited_for(fetch).cancel()
     elif end == "encoded":
         fetch.on_start(Mode.LAYER_MAJOR, 3, Grant(), LayerForms((FormRun(3, EXACT, 1_024),)))
     else:
