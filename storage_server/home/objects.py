@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -15,11 +14,8 @@ import aiohttp
 
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
-    BucketCache,
-    BucketInfo,
     Checksum,
     ChecksumAlgorithm,
     CopyRequest,
@@ -33,6 +29,7 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
+from storage_server.home.buckets import UpstreamBuckets
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.documents import entries_of, is_writable, size_of
 from storage_server.home.rules.headers import (
@@ -49,7 +46,6 @@ from storage_server.home.rules.headers import (
     write_headers,
 )
 from storage_server.home.rules.least_rate import LeastRate
-from storage_server.home.rules.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.home.rules.merged_list import AFTER_PREFIX
 from storage_server.home.rules.proof import HEADER, Proof, parse_proof
 from storage_server.home.rules.refusals import unreachable
@@ -59,10 +55,6 @@ from storage_server.kernel.objects import check_size
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.reading import resolve_range
 
-BUCKET_PAGES_MAX = 100
-BUCKETS_MAX = 20_000
-"""One account has no more buckets; S3's own bound is 10,000 where nobody has asked for more."""
-BUCKETS_PER_PAGE_MAX = 10_000
 PART_PAGES_MAX = 100
 TAGS_MAX = 50
 """S3 has 10 tags of an object."""
@@ -70,69 +62,14 @@ PARTS_MAX = 10_000
 """One object of S3 has no more parts."""
 
 
-class UpstreamObjects:
+class UpstreamObjects(UpstreamBuckets):
     """Implements storage_server.home.service.HomeObjects."""
 
     def __init__(self, upstream: Upstream, object_bytes_max: int) -> None:
-        self._upstream = upstream
+        super().__init__(upstream)
         self._object_bytes_max = object_bytes_max
         self.counts_tags = False
         """Whether the service has been seen to say how many tags an object has."""
-
-    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
-        """Most services take the creation of a bucket that is one's own for no error, and say nothing of it."""
-        if await self._has_bucket(bucket):
-            raise CallerError(ErrorCode.BUCKET_ALREADY_OWNED, "the bucket exists already", field="bucket")
-        region = self._upstream.settings.region
-        where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-        await self._upstream.call("CreateBucket", Bucket=bucket, **where)
-
-    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
-        await self.require_bucket(bucket)
-        found = await self._buckets() or ()
-        return next((each for each in found if each.name == bucket), BucketInfo(bucket, 0.0, ""))
-
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        found = await self._buckets()
-        if found is None:
-            raise unreachable(f"its list of buckets has no end, or more than {BUCKETS_MAX}")
-        return found
-
-    async def _buckets(self) -> list[BucketInfo] | None:
-        """The account's buckets, by name; None where there are too many."""
-        pages, token = list[list[BucketInfo]](), None
-        for _ in range(BUCKET_PAGES_MAX):
-            more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
-            page, token = await self._upstream.ask(_bucket_page, "ListBuckets", **more)
-            pages.append(page)
-            if sum(map(len, pages)) > BUCKETS_MAX:
-                return None
-            if token is None:
-                return page if len(pages) == 1 else await asyncio.to_thread(_in_order, pages)
-        return None
-
-    async def delete_bucket(self, access_key: str, bucket: str) -> None:
-        await self._upstream.call("DeleteBucket", Bucket=bucket)
-
-    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        try:
-            return await self._upstream.ask(lifecycle_rules, "GetBucketLifecycleConfiguration", Bucket=bucket)
-        except CallerError as error:
-            if error.code is ErrorCode.NO_SUCH_LIFECYCLE:
-                return []
-            raise
-
-    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        """The service carries its rules out by itself."""
-        return []
-
-    async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
-        if not rules:
-            await self._upstream.call("DeleteBucketLifecycle", Bucket=bucket)
-            return
-        await self._upstream.call(
-            "PutBucketLifecycleConfiguration", Bucket=bucket, LifecycleConfiguration=lifecycle_document(rules)
-        )
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         """The object is stored under its key when upstream has all of it. Upstream's ETag is compared with the MD5 of
@@ -266,27 +203,9 @@ class UpstreamObjects:
             EncodingType="url",
         )
 
-    async def _has_bucket(self, bucket: str) -> bool:
-        try:
-            await self.require_bucket(bucket)
-        except CallerError as error:
-            if error.code in (ErrorCode.NO_SUCH_BUCKET, ErrorCode.ACCESS_DENIED):
-                return False
-            raise
-        return True
-
-    async def require_bucket(self, bucket: str) -> None:
-        """Raises CallerError(NoSuchBucket)."""
-        try:
-            await self._upstream.call("HeadBucket", Bucket=bucket)
-        except CallerError as error:
-            if error.code is ErrorCode.NO_SUCH_KEY:  # an answer to HEAD has no code
-                raise CallerError(ErrorCode.NO_SUCH_BUCKET, "the bucket does not exist", field="bucket") from None
-            raise
-
     async def _head(self, request: ReadRequest) -> ReadHead:
         try:
-            async with self._asked("HEAD", request) as answer:
+            async with _asked(self._upstream, "HEAD", request) as answer:
                 status, headers = answer.status, answer.headers
             head = await self._checked(request, status, headers, is_sure=True)  # it may ask again: one at a time
             if request.range is None:
@@ -298,19 +217,11 @@ class UpstreamObjects:
                 await self.require_bucket(request.bucket)
             raise _of_part(error, request) from None
 
-    def _asked(self, method: str, request: ReadRequest) -> Any:
-        """The answer to a GET or HEAD, as a context."""
-        if request.range is not None and request.part_number is not None:
-            problem = "a range and a part number exclude each other"
-            raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
-        query = "" if request.part_number is None else f"partNumber={request.part_number}"
-        return self._upstream.open(method, request.bucket, request.key, read_headers(request), query)
-
     @asynccontextmanager
     async def _opened(
         self, request: ReadRequest, *, with_tags: bool = True
     ) -> AsyncIterator[tuple[ServiceAnswer, ReadHead]]:
-        async with self._asked("GET", request) as answer:
+        async with _asked(self._upstream, "GET", request) as answer:
             head = await self._checked(request, answer.status, answer.headers, is_sure=False, with_tags=with_tags)
             yield answer, head
 
@@ -342,6 +253,15 @@ class UpstreamObjects:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 return False
             raise
+
+
+def _asked(upstream: Upstream, method: str, request: ReadRequest) -> Any:
+    """The answer to a GET or HEAD, as a context."""
+    if request.range is not None and request.part_number is not None:
+        problem = "a range and a part number exclude each other"
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
+    query = "" if request.part_number is None else f"partNumber={request.part_number}"
+    return upstream.open(method, request.bucket, request.key, read_headers(request), query)
 
 
 def _home_head(head: ReadHead, headers: Mapping[str, str]) -> HomeHead:
@@ -384,21 +304,6 @@ def list_page(found: dict[str, Any]) -> ListPage:
     last_key = objects[-1].key if objects else ""
     last_prefix = prefixes[-1] + AFTER_PREFIX if prefixes else ""
     return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))
-
-
-def _bucket_page(found: dict[str, Any]) -> tuple[list[BucketInfo], str | None]:
-    """The buckets of a page by name, and the token of the next one."""
-    owner = found.get("Owner", {}).get("ID", "")
-    buckets = [
-        BucketInfo(each["Name"], each["CreationDate"].timestamp() if "CreationDate" in each else 0.0, owner)
-        for each in entries_of(found, "Buckets", BUCKETS_PER_PAGE_MAX)
-    ]
-    return sorted(buckets, key=lambda bucket: bucket.name), found.get("ContinuationToken") or None
-
-
-def _in_order(pages: list[list[BucketInfo]]) -> list[BucketInfo]:
-    """The buckets of pages that are in order each. To sort them all would be one step that nothing interrupts."""
-    return list(heapq.merge(*pages, key=lambda bucket: bucket.name))
 
 
 def _object_part_page(found: dict[str, Any]) -> tuple[list[ObjectPart], int | None]:

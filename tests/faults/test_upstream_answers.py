@@ -14,7 +14,7 @@ import pytest
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ListRequest, ReadRequest, UploadListRequest, UploadRef
 from objectcache.adapters.caller import CALLER
-from storage_server.home import objects
+from storage_server.home import buckets, objects
 from storage_server.home.objects import UpstreamObjects
 from storage_server.home.s3 import connection
 from storage_server.home.s3.connection import Upstream
@@ -249,9 +249,9 @@ async def test_lists_without_end_are_given_up(
     entry: bytes,
     most: str,
 ) -> None:
-    for name in ("PART", "BUCKET"):
-        monkeypatch.setattr(objects, f"{name}_PAGES_MAX", 3 if most == "pages" else 1_000)
-        monkeypatch.setattr(objects, f"{name}S_MAX", 1_000 if most == "pages" else 3)
+    for module, name in ((objects, "PART"), (buckets, "BUCKET")):
+        monkeypatch.setattr(module, f"{name}_PAGES_MAX", 3 if most == "pages" else 1_000)
+        monkeypatch.setattr(module, f"{name}S_MAX", 1_000 if most == "pages" else 3)
     service.answer = document(body % entry)
     with pytest.raises(ServerError, match="no end"):
         await ask(UpstreamObjects(upstream, 1))
@@ -261,7 +261,7 @@ async def test_lists_without_end_are_given_up(
 async def test_a_bucket_among_too_many_has_no_date(
     service: Service, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "BUCKETS_MAX", 1)
+    monkeypatch.setattr(buckets, "BUCKETS_MAX", 1)
     service.answer = document(BUCKETS % BUCKET)
     monkeypatch.setattr(UpstreamObjects, "require_bucket", lambda *_: asyncio.sleep(0))
     assert (await UpstreamObjects(upstream, 1).head_bucket("key", "b")).created_at == 0.0

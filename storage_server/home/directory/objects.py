@@ -13,10 +13,7 @@ import numpy as np
 from descriptors.chunk_names import is_chunk
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
-    BucketCache,
-    BucketInfo,
     CompleteRequest,
     CopyRequest,
     ListPage,
@@ -39,16 +36,15 @@ from descriptors.objects import (
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece
 from descriptors.units import GIB
 from storage_server.home.cached_read import healing
+from storage_server.home.directory.buckets import SharedBuckets
 from storage_server.home.directory.files import SharedFiles
 from storage_server.home.directory.following import Following
 from storage_server.home.directory.reading import SharedReads
-from storage_server.home.directory.rules.records import Record, fits
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.proof import Proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.service import Sent
 from storage_server.kernel.objects import Objects
-from storage_server.kernel.rules.rows import RULES, Touched
 from storage_server.kernel.uploads import Uploads
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
@@ -58,54 +54,15 @@ PROVED_BYTES_MAX = GIB
 _WORD = np.dtype("<u4")
 
 
-class SharedObjects:
+class SharedObjects(SharedBuckets):
     """Implements storage_server.home.service.HomeObjects."""
 
     counts_tags = True
 
     def __init__(self, objects: Objects, files: SharedFiles, following: Following, reads: SharedReads) -> None:
-        self._objects = objects
+        super().__init__(objects, following)
         self._files = files
-        self._following = following
         self._reads = reads
-
-    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
-        await self._following.read_journals()
-        await self._objects.create_bucket_anew(access_key, bucket)
-
-    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
-        await self._following.read_journals()
-        return await self._objects.head_bucket(access_key, bucket)
-
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        await self._following.read_journals()
-        return await self._objects.list_buckets(access_key)
-
-    async def delete_bucket(self, access_key: str, bucket: str) -> None:
-        await self._following.read_journals()
-        await self._objects.delete_bucket(access_key, bucket)
-
-    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        await self._following.read_journals()
-        return await self._objects.get_lifecycle(access_key, bucket)
-
-    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        return await self._objects.own_lifecycle(access_key, bucket)
-
-    async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
-        if not fits(Record(Touched("bucket", bucket), 0, ("", 0.0, RULES.dump_json(rules).decode()))):
-            problem = "a bucket in a shared directory cannot have lifecycle rules of more than about 200 KiB"
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="rules")
-        await self._following.read_journals()
-        await self._objects.set_lifecycle(access_key, bucket, rules)
-
-    async def require_bucket(self, bucket: str) -> None:
-        """Raises CallerError(NoSuchBucket)."""
-        try:
-            await self._objects.head_bucket(SERVER_KEY, bucket)
-        except CallerError:
-            await self._following.read_journals()
-            await self._objects.head_bucket(SERVER_KEY, bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
