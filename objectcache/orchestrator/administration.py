@@ -100,7 +100,7 @@ async def route(parts: Orchestrator, http: web.BaseRequest, _: str) -> web.Respo
         try:
             if tokens is None and asked.to_tokenize is not None:
                 headers = parts.access.forwarded(http, uuid.uuid4().hex)
-                tokens = await parts.tokens.of(asked, parts.fleet.able(asked.model), headers, ANYBODY.name)
+                tokens = await parts.tokens.of(asked, parts.roster.able(asked.model), headers, ANYBODY.name)
             prompt = None if tokens is None or not len(tokens) else await parts.router.prompt(asked, tokens)
             everything = LeastTtft(SessionsAsTheyAre(parts.sessions), predicts_all=True)
             every = parts.router.decide(asked, "", prompt, policy=everything)

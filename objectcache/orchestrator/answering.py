@@ -73,7 +73,7 @@ class Answering:
             read = await parts.bodies.read(self._http, body.raw, self._kind, tenant)
             body.becomes(read.raw, read.asked.nbytes)
             model = read.asked.model
-            identity = parts.fleet.identity(model)
+            identity = parts.roster.identity(model)
             key = f"{read.response_key} {identity}" if read.response_key and identity else None
             kept = None if key is None else parts.responses.find(key, time.monotonic())
             if kept is not None:
@@ -87,7 +87,7 @@ class Answering:
                 if isinstance(response, web.Response):  # an engine's refusal, which no other engine has bettered
                     response = await send_whole(self._http, response)
                 receipt.status = response.status
-                if key is not None and parts.fleet.identity(model) == identity:
+                if key is not None and parts.roster.identity(model) == identity:
                     self._keep(key, exchange, response)
                 return response
             finally:
@@ -161,7 +161,7 @@ class Answering:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(parts.settings.admission.deadline_s):
-                able = parts.fleet.able(asked.model)
+                able = parts.roster.able(asked.model)
                 tokens = await parts.tokens.of(asked, able, exchange.headers, exchange.tenant)
         except (NoTokensError, TimeoutError) as error:
             exchange.receipt.note = f"routed without its tokens: {str(error) or 'they were not made in time'}"
@@ -176,10 +176,10 @@ class Answering:
         come, TooBusyError.
         """
         parts = self._parts
-        if not parts.fleet.may_come(model):
+        if not parts.roster.may_come(model):
             return
         with parts.gate.without_engine(tenant):
-            while parts.fleet.may_come(model):
+            while parts.roster.may_come(model):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or not await parts.fleet.waiting.comes(model, left_s):
                     problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
@@ -200,7 +200,7 @@ class Answering:
                     routed = self._decided(exchange, tried)
                     parts.router.sent(routed, exchange.asked, receipt.request_id, exchange.prompt)
             except NoEngineError as error:
-                if error.status == 503 and parts.fleet.may_come(exchange.asked.model):
+                if error.status == 503 and parts.roster.may_come(exchange.asked.model):
                     return None
                 if failure is not None:
                     break
@@ -217,7 +217,7 @@ class Answering:
                     refused.append(routed.engine.name)
             else:
                 if response.status == 200:
-                    parts.fleet.blame(refused, exchange.asked.model)
+                    parts.roster.blame(refused, exchange.asked.model)
                 return response
         if failure is not None and failure.answer is not None:
             return failure.answer

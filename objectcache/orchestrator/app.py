@@ -92,12 +92,12 @@ async def answer(kind: RequestKind, parts: Orchestrator, http: web.BaseRequest) 
 async def models(parts: Orchestrator, http: web.BaseRequest) -> web.Response:
     """The models of all engines."""
     parts.access.tenant(http)
-    return web.json_response({"object": "list", "data": parts.fleet.models()})
+    return web.json_response({"object": "list", "data": parts.roster.models()})
 
 
 async def health(parts: Orchestrator, _: web.BaseRequest) -> web.Response:
     """Whether requests are taken, and an engine takes them."""
-    status = "ok" if parts.fleet.is_serving() else "no engine"
+    status = "ok" if parts.roster.is_serving() else "no engine"
     if parts.under_way.is_stopping:
         status = "stopping"
     return web.json_response({"status": status}, status=200 if status == "ok" else 503)

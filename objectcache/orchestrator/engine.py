@@ -185,7 +185,7 @@ class Engine:
                     await self._find_events()
                     for feed in self.feeds.values():
                         feed.age(time.monotonic())
-                    while self._index.sweep():  # noqa: ASYNC110 - each step is work
+                    while self._index.holders.sweep():  # noqa: ASYNC110 - each step is work
                         await asyncio.sleep(0)
                 except Exception:
                     _log.exception("polling %s", self.name)

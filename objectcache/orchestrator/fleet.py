@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from objectcache.orchestrator.metadata import NameTakenError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
 from objectcache.orchestrator.rules.policies import RoutingPolicy
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
-from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, engine_settings
 from objectcache.orchestrator.waiting_for_engines import WaitingForEngines
 from objectcache.orchestrator.writing import Writing
 
@@ -80,52 +79,6 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def is_serving(self, model: str = "") -> bool:
-        """Whether some engine takes requests, for this model where one is named."""
-        now_s = time.monotonic()
-        return any(each.liveness.takes_requests(now_s) for each in self._decoding(model))
-
-    def may_come(self, model: str) -> bool:
-        """Whether no engine takes requests for the model now, and one may do so soon."""
-        engines = self._decoding(model)
-        return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
-
-    def able(self, model: str) -> list[Engine]:
-        """The engines of every role that take requests for the model."""
-        now_s = time.monotonic()
-        return [each for each in self.engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
-
-    def has_prefill(self) -> bool:
-        """Whether some prefill engine takes requests."""
-        now_s = time.monotonic()
-        return any(
-            engine.settings.role is Role.PREFILL and engine.liveness.takes_requests(now_s)
-            for engine in self.engines.values()
-        )
-
-    def models(self) -> list[Mapping[str, Any]]:
-        """The models of all engines, each once."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for engine in self.engines.values():
-            for name, document in engine.models.items():
-                found.setdefault(name, document)
-        return list(found.values())
-
-    def identity(self, model: str) -> str:
-        """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
-        answer that is kept is of this identity only.
-        """
-        cards = [engine.models[model] for engine in self.engines.values() if model in engine.models]
-        return "\n".join(sorted({f"{each.get('root')} {each.get('parent')}" for each in cards}))
-
-    def blame(self, names: Sequence[str], model: str) -> None:
-        """These engines have refused a request that another one has answered. One that does not say that it has the
-        model is not to blame.
-        """
-        for name in names:
-            if name in self.engines and model in self.engines[name].models:
-                self.engines[name].failed("it refuses what another engine answers")
 
     async def register(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Join an engine, for good where there is a place for metadata, to the end, whether the caller waits for it or
@@ -212,10 +165,6 @@ class Fleet:
                         continue
                     self._of_registry.add(name)
                 self._drained(name, is_wanted=is_draining)
-
-    def _decoding(self, model: str) -> list[Engine]:
-        engines = self.engines.values()
-        return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
 
     def _drained(self, name: str, *, is_wanted: bool) -> None:
         self.engines[name].liveness.drain(is_wanted=is_wanted)

@@ -10,7 +10,7 @@ from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.answers import AttemptFailed
 from objectcache.orchestrator.dispatch import Dispatch, transfer_params
 from objectcache.orchestrator.exchange import Exchange
-from objectcache.orchestrator.fleet import Fleet
+from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
 from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.settings import Role
@@ -38,8 +38,10 @@ _DROPPED = (
 class Prefill:
     """Has prompts of more than `tokens_min` tokens computed by prefill engines, where there are any."""
 
-    def __init__(self, fleet: Fleet, router: Router, dispatch: Dispatch, deciding: LoopShare, tokens_min: int) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, roster: Roster, router: Router, dispatch: Dispatch, deciding: LoopShare, tokens_min: int
+    ) -> None:
+        self._roster = roster
         self._router = router
         self._dispatch = dispatch
         self._deciding = deciding
@@ -50,7 +52,7 @@ class Prefill:
         it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
         """
         asked, receipt, prompt = exchange.asked, exchange.receipt, exchange.prompt
-        if prompt is None or not asked.is_generating or not self._fleet.has_prefill():
+        if prompt is None or not asked.is_generating or not self._roster.has_prefill():
             return
         if len(prompt.tokens) < self._tokens_min:
             return

@@ -20,6 +20,7 @@ from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.receipts import Receipts
 from objectcache.orchestrator.registry import EtcdRegistry, Followers
 from objectcache.orchestrator.response_cache import ResponseCache
+from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import Router
 from objectcache.orchestrator.rules.kept_responses import KeptResponses
 from objectcache.orchestrator.rules.policies import (
@@ -79,6 +80,7 @@ class Orchestrator:
             engine_headers={} if engine_key is None else {"Authorization": f"Bearer {engine_key}"},
         )
         self.engines = self.fleet.engines
+        self.roster = Roster(self.engines)
         self.orders = Orders(self.engines, settings.tenants.values(), self.gate, self.writing, registry)
         self.access = Access(settings, self.orders, engine_key)
         self.bodies = Bodies(settings, self.readers, self.access, keeps_answers=self.responses.is_on)
@@ -89,7 +91,7 @@ class Orchestrator:
         self.dispatch = Dispatch(
             self._http, self.readers, settings.first_byte_timeout_s, settings.stream_idle_timeout_s
         )
-        self.prefill = Prefill(self.fleet, self.router, self.dispatch, self.deciding, settings.prefill_tokens_min)
+        self.prefill = Prefill(self.roster, self.router, self.dispatch, self.deciding, settings.prefill_tokens_min)
 
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError, OSError,

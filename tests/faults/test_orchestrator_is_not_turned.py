@@ -220,19 +220,19 @@ async def test_requests_for_one_model_are_not_woken_by_an_engine_of_another() ->
         canned(1, replace(FAST, model="lost")) as others,
         orchestrated([*engines, *others]) as bed,
     ):
-        known, fleet = bed.orchestrator.engines, bed.orchestrator.fleet
+        known, roster = bed.orchestrator.engines, bed.orchestrator.roster
         await until(lambda: all(each.models for each in known.values()))
         port = int(others[0].url.rsplit(":", 1)[1])
         await others[0].stop()
         await until(lambda: known[others[0].url].status().value != "up")
         looks: list[str] = []
-        may_come = fleet.may_come
-        fleet.may_come = lambda model: looks.append(model) or may_come(model)  # type: ignore[func-returns-value, method-assign]
+        may_come = roster.may_come
+        roster.may_come = lambda model: looks.append(model) or may_come(model)  # type: ignore[func-returns-value, method-assign]
         waiting = asyncio.create_task(bed.ask("POST", "/v1/completions", {"model": "lost", "prompt": PROMPT}))
         await until(lambda: bed.orchestrator.gate.without_engine_count == 1)
         before = looks.count("lost")
         for wanted in (True, False):
-            await fleet.drain(engines[0].url, is_wanted=wanted)
+            await bed.orchestrator.fleet.drain(engines[0].url, is_wanted=wanted)
         assert (await bed.complete(OTHER)).status == 200
         assert looks.count("lost") == before
         again = CannedEngine(replace(FAST, model="lost"))

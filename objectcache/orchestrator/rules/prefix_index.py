@@ -8,10 +8,11 @@ that one walk along a prompt's chain gives the count of all engines.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from objectcache.orchestrator.rules.block_holders import BlockHolders, Rest
 from objectcache.orchestrator.rules.chains import next_hash, root_hash
 from objectcache.orchestrator.rules.kv_events import (
     GPU,
@@ -28,20 +29,17 @@ ENGINES_MAX = 1024
 BLOCKS_MAX = 4_000_000
 """One engine has no more blocks, all its data-parallel ranks together."""
 EXPECTED_S = 2.0
-EXPECTED_STEPS_MAX = 16_384
-"""One decision follows so many expected blocks, of all engines and their ranks together."""
 """A request that was sent to an engine will have its blocks there soon. If no event says so after this time, the blocks
 do not count any more.
 """
 APPROXIMATE_S = 120.0
 """How long the blocks of a request count for an engine that sends no events."""
-CLEARED_MAX = 256
-"""So many clearings may wait to be swept."""
-SWEEP_BLOCKS = 5_000
-"""Some milliseconds."""
 EXPECTED_MAX = 200_000
+"""Blocks of requests that were sent, for one engine; the oldest are forgotten first,"""
 FORGOTTEN_AT_ONCE = 256
-"""Blocks of requests that were sent, for one engine; the oldest are forgotten first."""
+"""so many with one decision."""
+EXPECTED_STEPS_MAX = 16_384
+"""One decision follows so many expected blocks, of all engines and their ranks together."""
 
 
 @dataclass(slots=True)
@@ -59,29 +57,17 @@ class _Engine:
     dropped_count: int = 0
 
 
-@dataclass(slots=True)
-class _Cleared:
-    """The blocks that an engine held before it was cleared. Its bit is still set at these blocks."""
-
-    bit: int
-    counts: list[dict[bytes, int]]
-    rest: list[dict[BlockName, bytes] | OrderedDict[bytes, float]]
-
-
 class PrefixIndex:
     """The blocks of up to ENGINES_MAX engines. An engine's name stands for one data-parallel rank of it."""
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
-        self._holders: SlicedDict[bytes, int] = SlicedDict()
-        self._free_bits: list[int] = []
-        self._bit_count = 0
-        self._cleared: deque[_Cleared] = deque()
+        self.holders = BlockHolders()
 
     @property
     def block_count(self) -> int:
         """Blocks that some engine holds."""
-        return len(self._holders)
+        return len(self.holders)
 
     def add_engine(self, name: str, rank_count: int = 1) -> None:
         """Make an engine known, or one of its `rank_count` data-parallel ranks. Raises ValueError where there are too
@@ -93,7 +79,7 @@ class PrefixIndex:
             return
         if len(self._engines) >= ENGINES_MAX:
             raise ValueError(f"more than {ENGINES_MAX} engines")
-        self._engines[name] = _Engine(self._new_bit(), blocks_max)
+        self._engines[name] = _Engine(self.holders.new_bit(), blocks_max)
 
     def remove_engine(self, name: str) -> None:
         """Forget an engine and its blocks."""
@@ -101,7 +87,7 @@ class PrefixIndex:
         if engine is not None:
             self.clear(name)
             del self._engines[name]
-            self._free_bits.append(engine.bit)
+            self.holders.free_bit(engine.bit)
 
     def block_tokens(self, name: str) -> int | None:
         """The tokens of each of the engine's blocks, by its events; None before the first."""
@@ -147,46 +133,15 @@ class PrefixIndex:
         return block in self._engines[name].counts
 
     def clear(self, name: str) -> bool:
-        """The engine holds nothing; whether it held anything. Its bit goes with what it held, and `sweep` takes both
-        away in small steps, because millions of blocks take seconds.
-        """
+        """The engine holds nothing; whether it held anything."""
         engine = self._engines[name]
         if not engine.name_count and not engine.expected:
             return False
-        if len(self._cleared) >= CLEARED_MAX:
-            self.sweep()
-        self._cleared.append(_Cleared(engine.bit, engine.counts.slices, [*engine.names.slices, engine.expected]))
-        engine.bit, engine.name_count = self._new_bit(), 0
+        rest: list[Rest] = [*engine.names.slices, engine.expected]
+        engine.bit = self.holders.clear(engine.bit, engine.counts.slices, rest)
+        engine.name_count = 0
         engine.names, engine.counts, engine.expected = SlicedDict(), SlicedDict(), OrderedDict()
-        self.sweep()
         return True
-
-    def sweep(self, blocks_max: int = SWEEP_BLOCKS) -> bool:
-        """Take away so many blocks of what was cleared; whether more is left."""
-        while self._cleared and blocks_max > 0:
-            old = self._cleared[0]
-            while old.counts and blocks_max > 0:
-                blocks_max -= 1
-                if old.counts[-1]:
-                    self._drop_bit(old.counts[-1].popitem()[0], old.bit)
-                else:
-                    old.counts.pop()
-            while old.rest and not old.counts and blocks_max > 0:
-                blocks_max -= 1
-                if old.rest[-1]:
-                    old.rest[-1].popitem()
-                else:
-                    old.rest.pop()
-            if not old.counts and not old.rest:
-                self._cleared.popleft()
-                self._free_bits.append(old.bit)
-        return bool(self._cleared)
-
-    def _new_bit(self) -> int:
-        if self._free_bits:
-            return self._free_bits.pop()
-        self._bit_count += 1
-        return self._bit_count - 1
 
     def expect(self, name: str, chain: Sequence[bytes], now_s: float, for_s: float = EXPECTED_S) -> None:
         """A request with these blocks was sent to the engine."""
@@ -214,7 +169,7 @@ class PrefixIndex:
 
     def held_by(self, chain: Sequence[bytes], now_s: float, names: Iterable[str]) -> dict[str, int]:
         """The same, for some of the engines."""
-        counts = self._events_say(chain)
+        counts = self.holders.counts_along(chain)
         found: dict[str, int] = {}
         steps = EXPECTED_STEPS_MAX
         for name in names:
@@ -232,21 +187,6 @@ class PrefixIndex:
                     steps -= 1
             found[name] = count
         return found
-
-    def _events_say(self, chain: Sequence[bytes]) -> dict[int, int]:
-        """For each engine's bit the leading blocks that it holds, by its events; 0 is left out."""
-        counts: dict[int, int] = {}
-        alive = -1
-        for index, block in enumerate(chain):
-            after = alive & self._holders.of(block).get(block, 0)
-            if alive != after and index:
-                _note(counts, alive & ~after, index)
-            alive = after
-            if not alive:
-                return counts
-        if chain:
-            _note(counts, alive, len(chain))
-        return counts
 
     def _store(self, engine: _Engine, event: BlockStored) -> None:
         engine.block_tokens = event.block_tokens
@@ -276,8 +216,7 @@ class PrefixIndex:
         count = counts.get(prefix, 0)
         counts[prefix] = count + 1
         if not count:
-            holders = self._holders.of(prefix)
-            holders[prefix] = holders.get(prefix, 0) | 1 << engine.bit
+            self.holders.hold(prefix, engine.bit)
 
     def _remove(self, engine: _Engine, name: BlockName) -> None:
         block = engine.names.of(name).pop(name, None)
@@ -290,20 +229,7 @@ class PrefixIndex:
             return
         del counts[block]
         engine.expected.pop(block, None)
-        self._drop_bit(block, engine.bit)
-
-    def _drop_bit(self, block: bytes, bit: int) -> None:
-        holders = self._holders.of(block)
-        holders[block] &= ~(1 << bit)
-        if not holders[block]:
-            del holders[block]
-
-
-def _note(counts: dict[int, int], bits: int, count: int) -> None:
-    while bits:
-        low = bits & -bits
-        counts[low.bit_length() - 1] = count
-        bits ^= low
+        self.holders.drop(block, engine.bit)
 
 
 def _forget_past(expected: OrderedDict[bytes, float], now_s: float) -> None:

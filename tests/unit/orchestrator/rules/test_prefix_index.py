@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectcache.orchestrator.rules import prefix_index
+from objectcache.orchestrator.rules.block_holders import CLEARED_MAX, SWEEP_BLOCKS
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from objectcache.orchestrator.rules.prefix_index import CLEARED_MAX, ENGINES_MAX, EXPECTED_S, SWEEP_BLOCKS, PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import ENGINES_MAX, EXPECTED_S, PrefixIndex
 
 STEP = 4
 PROMPT = list(range(20))
@@ -168,7 +169,7 @@ def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
     index.apply("a", stored(PROMPT[:8], 100))
     assert index.held(CHAIN, 0.0) == {"a": 2, "b": 5}
     steps = 0
-    while index.sweep():
+    while index.holders.sweep():
         steps += 1
     assert steps >= 2
     assert index.block_count == len(CHAIN)
@@ -176,10 +177,10 @@ def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
     for _ in range(2 * CLEARED_MAX):
         index.apply("a", stored(PROMPT, 100))
         index.clear("a")
-    while index.sweep():
+    while index.holders.sweep():
         continue
     assert index.block_count == len(CHAIN)
-    assert max(index._free_bits) <= CLEARED_MAX + 2
+    assert max(index.holders._free_bits) <= CLEARED_MAX + 2
 
 
 def test_an_engine_is_known_under_the_names_of_its_ranks() -> None:

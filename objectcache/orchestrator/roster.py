@@ -1,0 +1,67 @@
+"""Questions about the engines that there are: who takes requests for a model, and which models there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.settings import Role
+
+
+class Roster:
+    """Questions about `engines`, which the fleet changes."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+
+    def is_serving(self, model: str = "") -> bool:
+        """Whether some engine takes requests, for this model where one is named."""
+        now_s = time.monotonic()
+        return any(each.liveness.takes_requests(now_s) for each in self._decoding(model))
+
+    def may_come(self, model: str) -> bool:
+        """Whether no engine takes requests for the model now, and one may do so soon."""
+        engines = self._decoding(model)
+        return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
+
+    def able(self, model: str) -> list[Engine]:
+        """The engines of every role that take requests for the model."""
+        now_s = time.monotonic()
+        return [each for each in self._engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
+
+    def has_prefill(self) -> bool:
+        """Whether some prefill engine takes requests."""
+        now_s = time.monotonic()
+        return any(
+            engine.settings.role is Role.PREFILL and engine.liveness.takes_requests(now_s)
+            for engine in self._engines.values()
+        )
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """The models of all engines, each once."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for engine in self._engines.values():
+            for name, document in engine.models.items():
+                found.setdefault(name, document)
+        return list(found.values())
+
+    def identity(self, model: str) -> str:
+        """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
+        answer that is kept is of this identity only.
+        """
+        cards = [engine.models[model] for engine in self._engines.values() if model in engine.models]
+        return "\n".join(sorted({f"{each.get('root')} {each.get('parent')}" for each in cards}))
+
+    def blame(self, names: Sequence[str], model: str) -> None:
+        """These engines have refused a request that another one has answered. One that does not say that it has the
+        model is not to blame.
+        """
+        for name in names:
+            if name in self._engines and model in self._engines[name].models:
+                self._engines[name].failed("it refuses what another engine answers")
+
+    def _decoding(self, model: str) -> list[Engine]:
+        engines = self._engines.values()
+        return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]

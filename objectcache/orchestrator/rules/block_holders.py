@@ -1,0 +1,115 @@
+"""The engines that hold each block, as bits of a number: one walk along a prompt gives the count of all of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from objectcache.orchestrator.rules.kv_events import BlockName
+from objectcache.orchestrator.rules.sliced_dict import SlicedDict
+
+CLEARED_MAX = 256
+"""So many clearings may wait to be swept."""
+SWEEP_BLOCKS = 5_000
+"""Some milliseconds."""
+Rest = dict[BlockName, bytes] | OrderedDict[bytes, float]
+
+
+@dataclass(slots=True)
+class _Cleared:
+    """What an engine held before it was cleared. Its bit is still set at the blocks of `counts`."""
+
+    bit: int
+    counts: list[dict[bytes, int]]
+    rest: list[Rest]
+
+
+class BlockHolders:
+    """The blocks by our own names, each with the bits of its holders. A bit is given to one engine at a time."""
+
+    def __init__(self) -> None:
+        self._holders: SlicedDict[bytes, int] = SlicedDict()
+        self._free_bits: list[int] = []
+        self._bit_count = 0
+        self._cleared: deque[_Cleared] = deque()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def new_bit(self) -> int:
+        """A bit that is set nowhere."""
+        if self._free_bits:
+            return self._free_bits.pop()
+        self._bit_count += 1
+        return self._bit_count - 1
+
+    def free_bit(self, bit: int) -> None:
+        """Nobody uses the bit any more, which is set nowhere."""
+        self._free_bits.append(bit)
+
+    def hold(self, block: bytes, bit: int) -> None:
+        """The bit's engine holds the block."""
+        holders = self._holders.of(block)
+        holders[block] = holders.get(block, 0) | 1 << bit
+
+    def drop(self, block: bytes, bit: int) -> None:
+        """The bit's engine, which held the block, holds it no more."""
+        holders = self._holders.of(block)
+        holders[block] &= ~(1 << bit)
+        if not holders[block]:
+            del holders[block]
+
+    def clear(self, bit: int, counts: list[dict[bytes, int]], rest: list[Rest]) -> int:
+        """The bit's engine holds nothing any more. What it held is taken away by `sweep`, in small steps, because
+        millions of blocks take seconds; the bit goes with it, and another one is returned.
+        """
+        if len(self._cleared) >= CLEARED_MAX:
+            self.sweep()
+        self._cleared.append(_Cleared(bit, counts, rest))
+        after = self.new_bit()
+        self.sweep()
+        return after
+
+    def sweep(self, blocks_max: int = SWEEP_BLOCKS) -> bool:
+        """Take away so many blocks of what was cleared; whether more is left."""
+        while self._cleared and blocks_max > 0:
+            old = self._cleared[0]
+            while old.counts and blocks_max > 0:
+                blocks_max -= 1
+                if old.counts[-1]:
+                    self.drop(old.counts[-1].popitem()[0], old.bit)
+                else:
+                    old.counts.pop()
+            while old.rest and not old.counts and blocks_max > 0:
+                blocks_max -= 1
+                if old.rest[-1]:
+                    old.rest[-1].popitem()
+                else:
+                    old.rest.pop()
+            if not old.counts and not old.rest:
+                self._cleared.popleft()
+                self._free_bits.append(old.bit)
+        return bool(self._cleared)
+
+    def counts_along(self, chain: Sequence[bytes]) -> dict[int, int]:
+        """For each bit the leading blocks of the chain that its engine holds; 0 is left out."""
+        counts: dict[int, int] = {}
+        alive = -1
+        for index, block in enumerate(chain):
+            after = alive & self._holders.of(block).get(block, 0)
+            if alive != after and index:
+                _note(counts, alive & ~after, index)
+            alive = after
+            if not alive:
+                return counts
+        if chain:
+            _note(counts, alive, len(chain))
+        return counts
+
+
+def _note(counts: dict[int, int], bits: int, count: int) -> None:
+    while bits:
+        low = bits & -bits
+        counts[low.bit_length() - 1] = count
+        bits ^= low
