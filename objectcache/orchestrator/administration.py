@@ -80,9 +80,9 @@ def _engines_state(parts: Orchestrator) -> list[dict[str, Any]]:
                 "queue_s": load.queue_s,
                 "requests_max": engine.books.requests_max,
                 "kv_tokens": engine.report.kv_tokens,
-                "blocks": sum(parts.index.held_count(name) for name in engine.index_names),
-                "events": {name: feed.status.value for name, feed in engine.feeds.items()},
-                "event_gaps": sum(feed.gap_count for feed in engine.feeds.values()),
+                "blocks": sum(parts.index.held_count(name) for name in engine.blocks.names),
+                "events": {name: feed.status.value for name, feed in engine.blocks.feeds.items()},
+                "event_gaps": sum(feed.gap_count for feed in engine.blocks.feeds.values()),
                 "token_us": engine.prefill.token_us,
                 "has_store": engine.published is not None,
             }

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ import aiohttp
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed
+from objectcache.orchestrator.engine_blocks import EngineBlocks, Source
 from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
-from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, FeedTurns
+from objectcache.orchestrator.events_feed import FeedLog, FeedTurns
 from objectcache.orchestrator.rules.books import EngineBooks
 from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
 from objectcache.orchestrator.rules.kv_events import KnownBatch
@@ -60,9 +61,8 @@ class Engine:
         on_up: Callable[[], None] | None = None,
         turns: FeedTurns | None = None,
     ) -> None:
-        """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
-        every request of the orchestrator's own. `on_up` is called when the engine takes requests again. `turns` are
-        those of all engines' events.
+        """`headers` go with every request of the orchestrator's own. `on_up` is called when the engine takes requests
+        again. For `known`, `log` and `turns` see EngineBlocks.
         """
         self.settings = settings
         self.name = settings.label
@@ -74,29 +74,17 @@ class Engine:
         self.report = EngineReport(0, 0)
         self.models: Mapping[str, Mapping[str, Any]] = {}
         """The engine's description of each of its models, by the model's name."""
-        self.feeds: dict[str, EventsFeed] = {}
-        """By the names under which the index knows the engine's data-parallel ranks."""
-        self.ranks: dict[str, int] = {}
-        """The ranks by the same names."""
-        self.has_left = False
-        """Whether it was removed. Requests may still be at it, and another engine may have its name."""
         self.unmatched_count = 0
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
         self._calls = EngineCalls(http, self.url, probe_timeout_s, headers)
-        self._index = index
+        self.blocks = EngineBlocks(self.name, index, known, log, turns)
         self._poll_s = poll_s
-        self._known = known or {}
-        self._sources: list[tuple[int, str, str | None, str]] | None = None
-        self._listeners: list[asyncio.Task[None]] = []
         self._sources_s = 0.0
-        self._turns = turns or FeedTurns()
         self._on_gone: set[Callable[[], None]] = set()
-        self._log = log
         self._on_up = on_up
         self._probed_s = float("-inf")
         self._is_asked = False
         self._models_s = -MODELS_EVERY_S
-        index.add_engine(self.name)
 
     @property
     def published(self) -> Published | None:
@@ -106,18 +94,7 @@ class Engine:
     @property
     def block_tokens(self) -> int | None:
         """The tokens of its blocks, as its events or its metrics say."""
-        known = (self._index.block_tokens(name) for name in self.index_names)
-        return next((each for each in known if each is not None), self.report.block_tokens)
-
-    @property
-    def index_names(self) -> tuple[str, ...]:
-        """The names of its data-parallel ranks in the index, in order; none where it has left."""
-        return () if self.has_left else tuple(self.feeds) or (self.name,)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether events say all that it holds."""
-        return bool(self.feeds) and all(feed.status is FeedStatus.LIVE for feed in self.feeds.values())
+        return self.blocks.block_tokens or self.report.block_tokens
 
     @property
     def prefill(self) -> PrefillCosts:
@@ -155,8 +132,7 @@ class Engine:
         if not was_ejected and self.liveness.is_ejected(now_s):
             _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0
-            for name in self.index_names:
-                self._index.forget_expected(name)
+            self.blocks.forget_expected()
             for on_gone in tuple(self._on_gone):
                 on_gone()
 
@@ -179,52 +155,22 @@ class Engine:
         try:
             while True:
                 try:
-                    if self.settings.events is not None and not self.feeds:
-                        self._listen([(0, self.settings.events, self.settings.replay, self.settings.topic)])
+                    if self.settings.events is not None and not self.blocks.feeds:
+                        self.blocks.listen([(0, self.settings.events, self.settings.replay, self.settings.topic)])
                     await self._poll()
                     await self._find_events()
-                    for feed in self.feeds.values():
-                        feed.age(time.monotonic())
-                    while self._index.holders.sweep():  # noqa: ASYNC110 - each step is work
-                        await asyncio.sleep(0)
+                    await self.blocks.tend()
                 except Exception:
                     _log.exception("polling %s", self.name)
                 await asyncio.sleep(self._poll_s)
         finally:
-            for task in self._listeners:
-                task.cancel()
-            await asyncio.gather(*self._listeners, return_exceptions=True)
+            await self.blocks.stop()
 
     async def see_out(self) -> None:
         """Probe an engine that has left until no request is at it any more: where it fails, they are told."""
         while self._on_gone:
             await self._is_well()
             await asyncio.sleep(self._poll_s)
-
-    def _listen(self, sources: Sequence[tuple[int, str, str | None, str]]) -> None:
-        """Listen to these ranks, and to no others any more."""
-        for task in self._listeners:
-            task.cancel()
-        for name in self.feeds:
-            self._index.clear(name)
-            if name != self.name:
-                self._index.remove_engine(name)
-        self.feeds, self._listeners, self.ranks = {}, [], {}
-        for rank, events, replay, topic in sources:
-            name = index_name(self.name, rank)
-            self._index.add_engine(name, len(sources))
-            feed = self.feeds[name] = EventsFeed(
-                name,
-                self._index,
-                events,
-                replay,
-                topic,
-                self._known.get(name),
-                self._log,
-                self._turns,
-            )
-            self.ranks[name] = rank
-            self._listeners.append(asyncio.create_task(feed.run()))
 
     async def _find_events(self) -> None:
         """Ask an engine that is up where its events are, now and then: after a restart they may be elsewhere."""
@@ -238,11 +184,8 @@ class Engine:
             (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
             for rank, events, replay, topic in event_sources(document)
         ]
-        if document is not None and sources != self._sources and (sources or self._sources):
-            is_first, self._sources = self._sources is None, sources
-            if not is_first:
-                self._known = {}
-            self._listen(sources)
+        if document is not None:
+            self.blocks.found(sources)
 
     async def _poll(self) -> None:
         """One probe, and its metrics where it is up."""
@@ -272,13 +215,8 @@ class Engine:
 
     def _process_ended(self) -> None:
         """The process is another one, or none: it holds nothing, and may have other models and events elsewhere."""
-        for name in self.index_names:
-            feed = self.feeds.get(name)
-            if feed is not None:
-                feed.process_ended()
-            elif self._index.clear(name) and self._log is not None:
-                self._log.cleared(name)
-        self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
+        self.blocks.process_ended()
+        self._sources_s, self._models_s = 0.0, -MODELS_EVERY_S
 
     async def _read_metrics(self) -> None:
         said = await self._calls.body("/metrics", METRICS_BYTES_MAX)
@@ -333,16 +271,11 @@ def model_of(said: object) -> Mapping[str, Any] | None:
     return {name: value for name, value in found.items() if len(str(value)) <= TEXT_MAX}
 
 
-def index_name(engine: str, rank: int) -> str:
-    """The name of a data-parallel rank in the index."""
-    return f"{engine}#{rank}" if rank else engine
-
-
-def event_sources(document: object) -> list[tuple[int, str, str | None, str]]:
+def event_sources(document: object) -> list[Source]:
     """Rank, endpoint, replay endpoint and topic of each rank, of what vLLM's `/kv_event_sources` answers. Others than
     TCP endpoints are left out.
     """
-    found: list[tuple[int, str, str | None, str]] = []
+    found: list[Source] = []
     ranks = (
         {int(rank): each for rank, each in document.items() if _RANK.fullmatch(str(rank))}
         if isinstance(document, dict)

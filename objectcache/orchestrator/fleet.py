@@ -204,10 +204,8 @@ class Fleet:
             await self._writing.flush()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        for each in self._index.names_of(engine.name):
-            self._index.remove_engine(each)
+        engine.blocks.leave()
         self._policy.forget_engine(name)
-        engine.has_left = True
         seeing_out = asyncio.create_task(engine.see_out())
         self._seeing_out.add(seeing_out)
         seeing_out.add_done_callback(self._seeing_out.discard)

@@ -94,6 +94,6 @@ def _state(orchestrator: Parts) -> Iterator[Reading]:
     yield metrics.ORCHESTRATOR_ENGINES, states
     yield (
         metrics.ORCHESTRATOR_EVENT_GAPS,
-        {(): float(sum(feed.gap_count for engine in engines for feed in engine.feeds.values()))},
+        {(): float(sum(feed.gap_count for engine in engines for feed in engine.blocks.feeds.values()))},
     )
     yield metrics.ORCHESTRATOR_QUEUE, {(engine.name,): engine.books.load(now_s).queue_s for engine in engines}

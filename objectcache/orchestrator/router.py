@@ -157,8 +157,8 @@ class Router:
             RouteRequest(request_id, prompt_tokens, asked.output_tokens, asked.session, start), states
         )
         engine = self._engines[decision.engine]
-        name = names.get(decision.engine, engine.index_names[0])
-        rank = engine.ranks.get(name) if len(engine.index_names) > 1 else None
+        name = names.get(decision.engine, engine.blocks.names[0])
+        rank = engine.blocks.ranks.get(name) if len(engine.blocks.names) > 1 else None
         return Routed(engine, decision, rank, name, start.hex())
 
     def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
@@ -171,9 +171,9 @@ class Router:
         has_load = is_known and prediction.load_tokens > 0
         work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
         engine.books.send(SentRequest(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
-        if prompt is not None and asked.is_generating and routed.index_name in engine.index_names:
+        if prompt is not None and asked.is_generating and routed.index_name in engine.blocks.names:
             chain = self._chain(engine, prompt)
-            self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
+            self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.blocks.is_live else APPROXIMATE_S)
 
     def first_block(self, engine: Engine, prompt: Prompt | None) -> bytes | None:
         """The name of the prompt's first block at an engine; None where it has no whole block."""
@@ -182,9 +182,9 @@ class Router:
 
     def has_come(self, engine: Engine, first_block: bytes) -> bool | None:
         """Whether the engine's events show a prompt's first block; None where events do not say."""
-        if not engine.is_live or self._engines.get(engine.name) is not engine:
+        if not engine.blocks.is_live or self._engines.get(engine.name) is not engine:
             return None
-        return any(self._index.holds(name, first_block) for name in engine.index_names)
+        return any(self._index.holds(name, first_block) for name in engine.blocks.names)
 
     def _chain(self, engine: Engine, prompt: Prompt) -> list[bytes]:
         """The names of the prompt's blocks at an engine, by what it says of its blocks and of the model."""
@@ -212,15 +212,15 @@ class Router:
         for engine in able:
             alike.setdefault((self._block_tokens(engine), engine.adapter(prompt.model)), []).append(engine)
         for (block_tokens, adapter), engines in alike.items():
-            names = [name for engine in engines for name in engine.index_names]
+            names = [name for engine in engines for name in engine.blocks.names]
             counts = self._index.held_by(prompt.chain(block_tokens, adapter), now_s, names)
             for engine in engines:
-                if len(engine.index_names) == 1:
-                    best_names[engine.name] = engine.index_names[0]
-                    tokens[engine.name] = counts[engine.index_names[0]] * block_tokens
+                if len(engine.blocks.names) == 1:
+                    best_names[engine.name] = engine.blocks.names[0]
+                    tokens[engine.name] = counts[engine.blocks.names[0]] * block_tokens
                     continue
-                most = max(counts[name] for name in engine.index_names)
-                equal = [name for name in engine.index_names if counts[name] == most]
+                most = max(counts[name] for name in engine.blocks.names)
+                equal = [name for name in engine.blocks.names if counts[name] == most]
                 best_names[engine.name] = equal[len(prompt.tokens) % len(equal)]  # a new prompt goes to any rank
                 tokens[engine.name] = most * block_tokens
         return tokens, best_names

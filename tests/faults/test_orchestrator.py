@@ -230,7 +230,7 @@ async def test_an_engine_that_was_restarted_meanwhile_is_not_taken_for_the_one_b
                 )  # fmt: skip
             async with orchestrated([again], settings) as bed:
                 await until(lambda: bed.orchestrator.index.held_count(again.url) == 3)
-                assert bed.orchestrator.engines[again.url].feeds[again.url].status.value == "live"
+                assert bed.orchestrator.engines[again.url].blocks.feeds[again.url].status.value == "live"
         finally:
             await again.stop()
 
@@ -249,7 +249,7 @@ async def test_a_gap_in_the_events_is_replayed_or_known(has_replay: bool) -> Non
             engine.sent_batches.append(engine.sent_batches[-1])  # a batch that got lost on its way
             await bed.complete(OTHER)
             await until(lambda: index.held_count(name) == 32)
-            feed = bed.orchestrator.engines[name].feeds[name]
+            feed = bed.orchestrator.engines[name].blocks.feeds[name]
             assert feed.gap_count == 1
             assert feed.status.value == ("live" if has_replay else "degraded")
             await engine.publish([{"type": "AllBlocksCleared"}], number=0)  # a repetition, or a new start

@@ -367,7 +367,7 @@ async def test_after_a_restart_engines_sessions_and_blocks_are_known(tmp_path: P
             for engine in engines:
                 await bed.ask("POST", "/_orchestrator/engines", {"url": engine.url})
             known = bed.orchestrator.engines
-            await until(lambda: len(known) == 2 and all(engine.feeds for engine in known.values()))
+            await until(lambda: len(known) == 2 and all(engine.blocks.feeds for engine in known.values()))
             home = (await bed.complete(PROMPT, user="session")).engine
             await until(lambda: bed.orchestrator.index.held_count(home) == 16)
         engine = next(each for each in engines if each.url == home)
@@ -379,7 +379,7 @@ async def test_after_a_restart_engines_sessions_and_blocks_are_known(tmp_path: P
             assert set(bed.orchestrator.engines) == {each.url for each in engines}
             assert bed.orchestrator.sessions.engine("session") == home
             await until(lambda: bed.orchestrator.index.held_count(home) == 17)
-            feed = bed.orchestrator.engines[home].feeds[home]
+            feed = bed.orchestrator.engines[home].blocks.feeds[home]
             assert feed.replayed_count == 1
             assert (await bed.complete([*PROMPT, 1])).engine == home
 

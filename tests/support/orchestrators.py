@@ -120,7 +120,7 @@ async def orchestrated(
             known = made.orchestrator.engines
             await until(lambda: all(engine.status().value == "up" for engine in known.values()))
             publishing = {engine.url for engine in engines if engine.settings.publishes}
-            await until(lambda: all(known[url].feeds for url in publishing if url in known))
+            await until(lambda: all(known[url].blocks.feeds for url in publishing if url in known))
         yield bed
     finally:
         await bed.http.close()

@@ -18,7 +18,7 @@ Rest = dict[BlockName, bytes] | OrderedDict[bytes, float]
 
 @dataclass(slots=True)
 class _Cleared:
-    """What an engine held before it was cleared. Its bit is still set at the blocks of `counts`."""
+    """The blocks that an engine held before it was cleared. Its bit is still set at those of `counts`."""
 
     bit: int
     counts: list[dict[bytes, int]]
@@ -61,8 +61,8 @@ class BlockHolders:
             del holders[block]
 
     def clear(self, bit: int, counts: list[dict[bytes, int]], rest: list[Rest]) -> int:
-        """The bit's engine holds nothing any more. What it held is taken away by `sweep`, in small steps, because
-        millions of blocks take seconds; the bit goes with it, and another one is returned.
+        """The bit's engine holds nothing any more. `sweep` takes its blocks away in small steps, because millions of
+        them take seconds. The bit goes with them, and another one is returned.
         """
         if len(self._cleared) >= CLEARED_MAX:
             self.sweep()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from objectcache.orchestrator.engine import event_sources, index_name, reachable
+from objectcache.orchestrator.engine import event_sources, reachable
+from objectcache.orchestrator.engine_blocks import index_name
 
 
 def source(port: int, **changes: Any) -> dict[str, Any]:
