@@ -13,7 +13,8 @@ from descriptors.units import GIB
 from storage_server.cache.caches import Cache, ahead_bytes_of, spare_bytes_of
 from storage_server.cache.policies.choice import policy_of
 from storage_server.cache.rules.books import Books
-from storage_server.kernel.data.space import OFFERED_FRACTION, Bound, Space
+from storage_server.kernel.data.bound import Bound
+from storage_server.kernel.data.space import OFFERED_FRACTION, Space
 from storage_server.settings import CacheSettings
 
 CACHE_REMEDY = "its objects are being read or written; raise its capacity"

@@ -20,7 +20,7 @@ from descriptors.units import GIB, MIB
 from storage_server.cache.replacer import layout_of
 from storage_server.cache.rules.books import Books
 from storage_server.cache.rules.entry import Entry
-from storage_server.kernel.data.space import Bound
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.rules.rows import CachedRow, KeyChange, attributes_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 

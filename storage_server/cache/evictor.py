@@ -27,8 +27,9 @@ from storage_server.cache.replacer import Replacer
 from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.departures import Departures
 from storage_server.cache.written_uses import Change, WrittenUses
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.io_threads import IoThreads
-from storage_server.kernel.data.space import Bound, Space
+from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.removal import remove_versions

@@ -28,12 +28,13 @@ from storage_server.cache.replacer import Replacer
 from storage_server.delivery.scheduler.profiles import growth_of
 from storage_server.kernel.chunks import EmbeddedChunks
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import FOLDER, ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Pending, Segments
-from storage_server.kernel.data.space import Bound, Space
+from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.identity import IndexMismatchError, Mark, mismatch, read_identity

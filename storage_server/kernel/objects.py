@@ -30,9 +30,9 @@ from descriptors.units import GIB
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
+from storage_server.kernel.data.bound import reserved_in
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.data.io_threads import IoThreads
-from storage_server.kernel.data.space import reserved_in
 from storage_server.kernel.index import queries, transaction, upload_changes
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader

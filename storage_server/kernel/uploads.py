@@ -30,8 +30,8 @@ from descriptors.storage_api import Body, ObjectRead, Piece
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.bodies import BodyWriter
+from storage_server.kernel.data.bound import reserved_in
 from storage_server.kernel.data.segments import Pending
-from storage_server.kernel.data.space import reserved_in
 from storage_server.kernel.index import queries, upload_changes
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader

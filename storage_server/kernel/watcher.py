@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from storage_server.kernel.data.space import Bound
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.rules.rows import Committed
 
 

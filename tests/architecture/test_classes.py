@@ -20,7 +20,7 @@ NAMED_BY_USERS = {"ObjectCacheConnector"}
 METHODS_MAX = 20
 COUNTED = ("storage_server", "objectcache/orchestrator", "nixl_client/fetch")
 LARGER = {
-    "Bound": 22, "Chunkwise": 23, "Committer": 26, "DramTier": 26, "Evictor": 29, "ExtentFiles": 23,
+    "Chunkwise": 23, "Committer": 26, "DramTier": 26, "Evictor": 29, "ExtentFiles": 23,
     "Following": 22, "Metadata": 22, "PrefixPolicy": 27,
     "RemoteDram": 25, "Residency": 21, "SharedDirectory": 25, "UcxProcess": 23,
 }  # fmt: skip

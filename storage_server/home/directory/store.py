@@ -47,11 +47,12 @@ from storage_server.home.directory.rules.records import (
 )
 from storage_server.home.service import OnChanged
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Segments
-from storage_server.kernel.data.space import Bound, Space
+from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries
 from storage_server.kernel.index.committer import Committer, RefusedChangesError
 from storage_server.kernel.index.identity import Mark

@@ -13,13 +13,14 @@ from descriptors.storage_api import Body, Piece, Pump
 from descriptors.units import KIB, MIB
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import finished
+from storage_server.kernel.data.arriving_bodies import ArrivingBody
+from storage_server.kernel.data.bound import PATIENCE_S, Bound
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.kernel.data.pump import ExtentPump
 from storage_server.kernel.data.segments import ExtentWriter, Pending, Segments
-from storage_server.kernel.data.space import PATIENCE_S, ArrivingBody, Bound
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
 from storage_server.planning.durability import Durability
@@ -135,7 +136,7 @@ def _slow_ends(nbytes: int, *bounds: Bound) -> Iterator[tuple[ArrivingBody, asyn
     try:
         with ExitStack() as stack:
             for bound in bounds:
-                stack.enter_context(bound.taken_by(arriving))
+                stack.enter_context(bound.bodies.taken_by(arriving))
             yield arriving, limit
     except TimeoutError:
         if not limit.expired():

@@ -29,11 +29,11 @@ from pathlib import Path
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.units import MIB
 from objectcache.adapters.threads import to_end
+from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import ExtentFiles, extent_place
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Segments, WriteFile
-from storage_server.kernel.data.space import Bound
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.rules.compaction_plan import (

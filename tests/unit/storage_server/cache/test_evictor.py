@@ -23,6 +23,7 @@ from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.unwritten import Unwritten
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import slow_readers
+from storage_server.kernel.data import bound as bound_module
 from storage_server.kernel.data import space
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.transaction import Transaction
@@ -142,7 +143,7 @@ class HeldBody(BytesBody):
 async def test_a_write_waits_for_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a full cache is being written: nothing can leave yet, but soon it can."""
     monkeypatch.setattr(evictor, "TICK_S", 0.05)
-    monkeypatch.setattr(space, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(bound_module, "PATIENCE_S", 60.0)
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
     await store.start()
     await store.objects.create_bucket("k", "cached")

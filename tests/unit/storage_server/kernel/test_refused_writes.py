@@ -16,7 +16,7 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import BodyDigests, ListRequest, PartRequest, PutRequest, UploadRef, UploadRequest
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.kernel.data import space
+from storage_server.kernel.data import arriving_bodies, bound
 from storage_server.settings import CacheSettings
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import LARGE, SMALL, content, opened
@@ -201,7 +201,8 @@ async def test_a_body_that_drips_gives_its_room_up_when_others_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Two PUTs that announced 120 MiB, and sent nothing, had everybody else answered 507 for as long as they liked."""
-    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    monkeypatch.setattr(bound, "SLOW_S", 0.0)
+    monkeypatch.setattr(arriving_bodies, "SLOW_S", 0.0)
     caches = {
         "a bounded cache": (CacheSettings(None),),
         "a bounded directory": (),
@@ -234,7 +235,8 @@ async def test_small_bodies_that_drip_give_the_room_of_their_bucket_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They took none of the directory yet, so nobody ended them: all other writes to the bucket got 507."""
-    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    monkeypatch.setattr(bound, "SLOW_S", 0.0)
+    monkeypatch.setattr(arriving_bodies, "SLOW_S", 0.0)
     store = await opened(tmp_path, disk_bytes=256 << 20, caches=(CacheSettings("bbb", 8 << 20),))
     await store.objects.create_bucket("k", "bbb")
     running = asyncio.create_task(store.evictor.run())
@@ -253,7 +255,8 @@ async def test_small_bodies_that_drip_give_the_room_of_their_bucket_up(
 
 async def test_a_slow_body_goes_on_while_there_is_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any large PUT ended the slow ones."""
-    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    monkeypatch.setattr(bound, "SLOW_S", 0.0)
+    monkeypatch.setattr(arriving_bodies, "SLOW_S", 0.0)
     store = await opened(tmp_path, disk_bytes=64 << 20)
     await store.objects.create_bucket("k", "bbb")
     data = bytes(8 * LARGE)

@@ -9,17 +9,13 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import MIB
-from storage_server.kernel.data import space as space_module
-from storage_server.kernel.data.space import (
-    CALLER,
-    LEAST_BYTES_PER_S,
-    SLOW_S,
-    WAITING_MAX,
-    WAITING_PART,
-    ArrivingBody,
-    Bound,
-    Space,
-)
+from objectcache.adapters.caller import CALLER
+from storage_server.kernel.data import bound as bound_module
+from storage_server.kernel.data import room_line
+from storage_server.kernel.data.arriving_bodies import LEAST_BYTES_PER_S, SLOW_S, ArrivingBody
+from storage_server.kernel.data.bound import Bound
+from storage_server.kernel.data.room_line import WAITING_MAX, WAITING_PART
+from storage_server.kernel.data.space import Space
 from tests.support.waiting import settled, until
 from tests.unit.played_time import PlayedTime
 
@@ -131,7 +127,7 @@ async def test_those_that_fit_are_not_refused_with_one_that_does_not() -> None:
     await room.store(70)
     large = asyncio.create_task(room.store(50))
     await settled()
-    room.bound._passed_bytes = 50  # as many as may have passed it
+    room.bound._line.passed_bytes = 50  # as many as may have passed it
     small = asyncio.create_task(room.store(10))
     await settled()
     assert not small.done()
@@ -177,7 +173,7 @@ async def test_nobody_waits_longer_than_patience_and_room_is_not_lost() -> None:
     room = Room()
     await room.store(95)
     slow, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
-    await played.passes(space_module.PATIENCE_S - 0.1)
+    await played.passes(bound_module.PATIENCE_S - 0.1)
     assert not slow.done()
     await played.passes(0.2)
     assert slow.done()
@@ -212,7 +208,7 @@ async def test_a_caller_that_is_cancelled_as_room_comes_gives_the_room_back() ->
 
 
 async def test_too_many_that_wait_are_told_to_slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space_module, "WAITING_MAX", 1)
+    monkeypatch.setattr(room_line, "WAITING_MAX", 1)
     room = Room()
     await room.store(100)
     waiting = asyncio.create_task(room.store(1))
@@ -341,7 +337,7 @@ class TestQueue:
         body = ArrivingBody(now_s, asyncio.timeout(None), 80 * MIB, by="a")
         body.came(MIB, now_s)
         CALLER.set("b" if by == "a" else "a")
-        with bound.taken_by(body):
+        with bound.bodies.taken_by(body):
             async with body.limit:
                 assert bound._end_slow(20 * MIB) is ends
                 assert (body.limit.when() is not None) is ends
@@ -355,7 +351,7 @@ class TestQueue:
 
         async def arrive(name: str, room_bytes: int) -> None:
             body = ArrivingBody(now_s - 60, asyncio.timeout(None), room_bytes)
-            with bound.taken_by(body):
+            with bound.bodies.taken_by(body):
                 try:
                     async with body.limit:
                         await asyncio.Event().wait()
