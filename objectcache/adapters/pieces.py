@@ -18,11 +18,14 @@ from typing import Any, Final
 import aiohttp
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.helpers import _EXC_SENTINEL as _NO_CAUSE
+from aiohttp.http_exceptions import HttpProcessingError
 
 PIECE_BYTES: Final = 16 << 10
 TURN_S: Final = 0.005
 ANSWERS_MAX: Final = 16
 """To one request, interim ones included."""
+NOT_WELL_FORMED: Final = "the answer is not well-formed"
 _log = logging.getLogger(__name__)
 
 
@@ -197,8 +200,21 @@ class Answers(InPieces, ResponseHandler):
         super().connection_made(transport)
 
     def _parse(self, data: bytes) -> None:
-        if self._answer_count <= ANSWERS_MAX:
-            ResponseHandler.data_received(self, data)
+        """Nothing tells aiohttp's reader of a body that what follows is no HTTP: its request would never end."""
+        if self._answer_count > ANSWERS_MAX:
+            return
+        body = self._payload
+        ResponseHandler.data_received(self, data)
+        if isinstance(self._exception, HttpProcessingError) and body is not None and not body.is_eof():
+            body.set_exception(aiohttp.ClientPayloadError(NOT_WELL_FORMED))
+
+    def set_exception(self, exc: BaseException, exc_cause: BaseException = _NO_CAUSE) -> None:
+        """End the answer that is waited for. aiohttp's errors quote the bytes that are no HTTP, which may be of another
+        request: nobody is told them.
+        """
+        if isinstance(exc, HttpProcessingError):
+            exc, exc_cause = HttpProcessingError(code=exc.code, message=NOT_WELL_FORMED), _NO_CAUSE
+        super().set_exception(exc, exc_cause)
 
     def _plain_bytes(self) -> int:
         payload = self._payload

@@ -31,6 +31,8 @@ ASKED_BYTES_MAX = 1 << 17
 """An answer for the orchestrator itself has no more bytes: one token, and where its KV is, which takes vLLM about seven
 bytes for each block. The event loop parses it, which takes 11 ms at worst.
 """
+ASKED_S = 20.0
+"""The whole of such an answer comes so soon after its beginning."""
 CONNECT_S = 5.0
 STALLED_S = 30.0
 BLAMED_BYTES_MAX = 64 << 10
@@ -125,10 +127,13 @@ class Dispatch:
             yield body
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        """A request whose answer is for the orchestrator. Raises AttemptFailed."""
+        """A request whose answer is for the orchestrator, and comes whole within ASKED_S of its beginning. Raises
+        AttemptFailed.
+        """
         async with self._opened(engine, path, headers, body, AnswerProgress(), is_stream=True) as (answer, first, _):
             try:
-                document = document_of(first + await read_whole(answer, ASKED_BYTES_MAX))
+                async with asyncio.timeout(ASKED_S):
+                    document = document_of(first + await read_whole(answer, ASKED_BYTES_MAX))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
             if answer.status != 200:
@@ -175,14 +180,14 @@ class Dispatch:
 
         def on_gone() -> None:
             if not getting.done():
-                late.append(f"{engine.name} is gone: {engine.liveness.last_error}")
+                late.append(f"{engine.name} is gone")
                 getting.cancel()
             else:
                 checks.append(asyncio.get_running_loop().call_later(STALLED_S, break_off))
 
         def break_off() -> None:
             if time.monotonic() - progress.at_s >= STALLED_S:
-                late.append(f"{engine.name} sends nothing more: {engine.liveness.last_error}")
+                late.append(f"{engine.name} sends nothing more")
                 for answer in opened:
                     answer.close()
 

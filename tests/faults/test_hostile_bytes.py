@@ -326,6 +326,41 @@ async def test_interim_answers_of_an_honest_server_are_passed_over() -> None:
                 assert await answer.read() == b"ok"
 
 
+@pytest.mark.parametrize("head", [b"", b"Content-Type: text/event-stream\r\n"])
+async def test_garbage_within_a_chunked_answer_ends_it_and_is_told_to_nobody(head: bytes) -> None:
+    """aiohttp closed the connection and told no reader: the request never ended, whatever its timeouts were."""
+    has_begun = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await writer.drain()
+        await has_begun.wait()
+        writer.write(b"2\r\nno more than SECRET bytes\r\n")
+        await writer.drain()
+        await reader.read()
+
+    async with answering(serve) as (client, url), client.get(url) as answer:
+        assert await answer.content.readany() == b"abc"
+        has_begun.set()
+        with pytest.raises(aiohttp.ClientPayloadError) as raised:
+            await answer.content.read()
+        assert "SECRET" not in f"{raised.value!r}{raised.value.__cause__!r}"
+
+
+async def test_a_head_that_is_none_is_quoted_to_nobody() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'{"text": "SECRET of somebody else"}\r\n\r\n')
+        await writer.drain()
+        await reader.read()
+
+    async with answering(serve) as (client, url):
+        with pytest.raises(aiohttp.ClientResponseError, match="not well-formed") as raised:
+            await client.get(url)
+        assert "SECRET" not in f"{raised.value!r}{raised.value.__cause__!r}"
+
+
 async def test_a_body_that_ends_with_the_connection_comes_whole() -> None:
     async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
