@@ -31,7 +31,7 @@ from objectcache.orchestrator.rules.observed_costs import (
     ObservedSteps,
     Output,
 )
-from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings
 
 REQUESTS_MAX_DEFAULT = 256
@@ -39,7 +39,6 @@ MODELS_EVERY_S = 2.0
 SOURCES_EVERY_S = 10.0
 PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
-RANKS_MAX = 64
 _RANK = re.compile("[0-9]{1,4}")
 MODELS_MAX, TEXT_MAX = 1000, 1024
 _log = logging.getLogger(__name__)

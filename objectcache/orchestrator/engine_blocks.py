@@ -71,10 +71,14 @@ class EngineBlocks:
         """Listen to these ranks, and to no others any more."""
         for task in self._listeners:
             task.cancel()
-        for name in self.feeds:
-            self._index.clear(name)
-            if name != self._name:
-                self._index.remove_engine(name)
+        names = {index_name(self._name, rank) for rank, *_ in sources}
+        for name in self._index.names_of(self._name):
+            if name in self.feeds or name not in names:
+                self._index.clear(name)
+                if name != self._name:
+                    self._index.remove_engine(name)
+                if self._log is not None:  # a start would take over what is written down of it
+                    self._log.cleared(name)
         self.feeds, self._listeners, self.ranks = {}, [], {}
         for rank, events, replay, topic in sources:
             name = index_name(self._name, rank)

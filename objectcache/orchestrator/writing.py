@@ -27,7 +27,7 @@ from objectcache.orchestrator.rules.kv_events import (
     name_bytes,
 )
 from objectcache.orchestrator.rules.policies import Sessions
-from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 FLUSH_S = 1.0
@@ -132,8 +132,16 @@ class Writing:
         await self.flush()
         known = await asyncio.to_thread(self.metadata.known_batches)
         found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
-        for name in found:
-            self._index.add_engine(name)
+        for at, name in enumerate(list(found)):
+            try:
+                if at >= RANKS_MAX:
+                    raise ValueError(f"more than {RANKS_MAX} ranks")
+                self._index.add_engine(name)
+            except ValueError as error:  # what an engine said of itself keeps no orchestrator from starting
+                _log.warning("the blocks of %s that were written down are forgotten: %s", name, error)
+                self.cleared(name)
+                del found[name]
+                continue
             entries = await asyncio.to_thread(self._entries, name)
             for start in range(0, len(entries), RESTORED_AT_ONCE):
                 part = entries[start : start + RESTORED_AT_ONCE]

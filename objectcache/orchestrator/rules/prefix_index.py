@@ -26,6 +26,9 @@ from objectcache.orchestrator.rules.kv_events import (
 from objectcache.orchestrator.rules.sliced_dict import SlicedDict
 
 ENGINES_MAX = 1024
+"""The index knows no more engines, each data-parallel rank counted for one."""
+RANKS_MAX = 64
+"""One engine has no more ranks."""
 BLOCKS_MAX = 4_000_000
 """One engine has no more blocks, all its data-parallel ranks together."""
 EXPECTED_S = 2.0

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from objectcache.orchestrator import writing
+from objectcache.orchestrator.rules import prefix_index
 from objectcache.orchestrator.rules.kv_events import Batch, BlockRemoved, BlockStored, WrongEventError, batch_of
 from objectcache.orchestrator.rules.policies import Sessions
-from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.writing import Writing
 
 
@@ -99,3 +100,23 @@ async def test_of_a_source_with_too_many_changes_the_file_knows_nothing(
     await made.flush()
     assert len(list(made.metadata.entries("bad"))) <= 2
     await made.stop()
+
+
+async def test_more_ranks_of_an_engine_than_there_can_be_keep_no_start_from_going_on(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that named other ranks every ten seconds ended each start with an error."""
+    ranks = ["bad", *(f"bad#{rank}" for rank in range(1, RANKS_MAX + 9))]
+    for name in ranks:
+        made._index.add_engine(name)
+        note(made, name, 0, stored(7))
+    await made.flush()
+    assert len(made.metadata.known_batches()) == len(ranks)
+    index = PrefixIndex()
+    again = Writing(made.metadata._file.parent, index, Sessions())
+    assert len(await again.warm("bad")) == RANKS_MAX
+    monkeypatch.setattr(prefix_index, "ENGINES_MAX", RANKS_MAX)
+    index.add_engine("bad")
+    assert "good" not in await again.warm("good")
+    await again.flush()
+    assert len(again.metadata.known_batches()) == RANKS_MAX
