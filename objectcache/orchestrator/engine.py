@@ -15,6 +15,7 @@ import aiohttp
 
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
+from objectcache.adapters.portions import Portions
 from objectcache.adapters.threads import computed
 from objectcache.orchestrator.engine_blocks import EngineBlocks, Source
 from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
@@ -80,6 +81,7 @@ class Engine:
         self._poll_s = poll_s
         self._sources_s = 0.0
         self._on_gone: set[Callable[[], None]] = set()
+        self._portions = Portions()
         self._on_up = on_up
         self._probed_s = float("-inf")
         self._is_asked = False
@@ -133,7 +135,11 @@ class Engine:
             self._sources_s = 0.0
             self.blocks.forget_expected()
             for on_gone in tuple(self._on_gone):
-                on_gone()
+                self._portions.add(partial(self._tell_gone, on_gone))
+
+    def _tell_gone(self, on_gone: Callable[[], None]) -> None:
+        if on_gone in self._on_gone:
+            on_gone()
 
     @contextlib.contextmanager
     def watched(self, on_gone: Callable[[], None]) -> Iterator[None]:
