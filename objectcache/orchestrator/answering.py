@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from objectcache.adapters.response_sink import abort_connection
 from objectcache.orchestrator.answers import AttemptFailed, Refusal
 from objectcache.orchestrator.bodies import BudgetedBody
 from objectcache.orchestrator.dispatch import is_refusal
 from objectcache.orchestrator.exchange import ENGINE_HEADER, REQUEST_HEADER, Exchange
 from objectcache.orchestrator.gate import TooBusyError
 from objectcache.orchestrator.receipts import Receipt
-from objectcache.orchestrator.relay import HeldBytes, send_whole
+from objectcache.orchestrator.relay import BLOCKED_S, TAKEN_BYTES_PER_S, HeldBytes, send_whole
 from objectcache.orchestrator.response_cache import Collected, Kept
 from objectcache.orchestrator.router import NoEngineError, Routed
 from objectcache.orchestrator.rules.admission import Tenant
@@ -76,10 +77,14 @@ class Answering:
             identity = parts.roster.identity(model)
             key = f"{read.response_key} {identity}" if read.response_key and identity else None
             kept = None if key is None else parts.responses.find(key, time.monotonic())
-            if kept is not None:
+            held = HeldBytes(parts.answers, tenant.name)
+            if kept is not None and held.take(kept.nbytes):  # the cache may drop it while its client reads
                 receipt.reason = "exact hit"
                 body.drop()
-                return await self._replayed(kept, receipt.request_id)
+                try:
+                    return await self._replayed(kept, receipt)
+                finally:
+                    held.drop()
             exchange = self._exchange(tenant, receipt, body, read.asked, is_kept=key is not None)
             del read  # the exchange gives its parts up when the answer begins
             try:
@@ -94,21 +99,28 @@ class Answering:
                 self._is_begun = exchange.is_begun
                 exchange.drop()
 
-    async def _replayed(self, kept: Kept, request_id: str) -> web.StreamResponse:
+    async def _replayed(self, kept: Kept, receipt: Receipt) -> web.StreamResponse:
+        """Send an answer again. A client that does not read ends it, as it would end an engine's."""
         self._is_begun = True
         response = web.StreamResponse(
             headers={
                 "Content-Type": kept.content_type,
                 ENGINE_HEADER: "response cache",
-                REQUEST_HEADER: request_id,
+                REQUEST_HEADER: receipt.request_id,
                 **self._cors,
             }
         )
         await response.prepare(self._http)
-        for piece in kept.pieces:
-            await response.write(piece)
-            await asyncio.sleep(0)  # to write returns at once where the client reads as fast
-        await response.write_eof()
+        try:
+            async with asyncio.timeout(BLOCKED_S + kept.nbytes / TAKEN_BYTES_PER_S):
+                for piece in kept.pieces:
+                    await response.write(piece)
+                    await asyncio.sleep(0)  # to write returns at once where the client reads as fast
+                await response.write_eof()
+        except TimeoutError:
+            receipt.note = "cut off: the client reads too slowly"
+            abort_connection(self._http)
+            raise ConnectionResetError(receipt.note) from None
         return response
 
     def _exchange(
@@ -166,7 +178,7 @@ class Answering:
         except (NoTokensError, TimeoutError) as error:
             exchange.receipt.note = f"routed without its tokens: {str(error) or 'they were not made in time'}"
         else:
-            exchange.asked = replace(asked, tokens=tokens)
+            exchange.asked = replace(asked, tokens=tokens, is_counted_by_engine=not parts.tokens.are_made_here)
             exchange.body.becomes(exchange.body.raw, exchange.asked.nbytes)
         finally:
             exchange.receipt.tokenize_s = time.monotonic() - began_s

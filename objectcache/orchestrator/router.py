@@ -145,7 +145,8 @@ class Router:
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
         sequence_tokens = (0 if prompt is None else len(prompt.tokens)) + asked.sequence_tokens
         loads = {engine.name: engine.books.load(now_s) for engine in able}
-        able = self._with_room(able, prompt_tokens + asked.output_tokens, sequence_tokens, loads)
+        is_sure = not asked.is_counted_by_engine
+        able = self._with_room(able, prompt_tokens + asked.output_tokens, sequence_tokens, loads, is_sure=is_sure)
         held, names = self._held(able, prompt, now_s)
         stored = self._offers(prompt, now_s)
         states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
@@ -226,13 +227,22 @@ class Router:
         return tokens, best_names
 
     def _with_room(
-        self, able: Sequence[Engine], need_tokens: int, sequence_tokens: int, loads: Mapping[str, Load]
+        self,
+        able: Sequence[Engine],
+        need_tokens: int,
+        sequence_tokens: int,
+        loads: Mapping[str, Load],
+        *,
+        is_sure: bool,
     ) -> list[Engine]:
         """Those with free KV blocks for the whole request, else all that could have them for its largest answer: the
-        others wait in the engine. Raises NoEngineError where no engine is large enough for that.
+        others wait in the engine. Where no engine is large enough for that, a request whose tokens are sure is refused
+        with NoEngineError, and any other may go to all of them.
         """
         rooms = {engine.name: engine.report.kv_tokens for engine in able}
         large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= sequence_tokens]
+        if not large and not is_sure:
+            return list(able)
         if not large:
             had = ", ".join(f"{name} {room}" for name, room in rooms.items())
             raise NoEngineError(f"the request needs KV for {sequence_tokens} tokens; engines have {had}", 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,12 +13,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
 import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
+from descriptors.errors import CallerError, ErrorCode
 from objectcache.adapters.limited_server import Connection
 from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.readers import Readers
+from objectcache.orchestrator.response_cache import Kept
 from objectcache.orchestrator.rules.observed_costs import TOKEN_US_DEFAULT
 from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.rules.reading import Order, ReadBody
@@ -194,6 +198,53 @@ async def test_an_answer_that_only_ends_with_its_connection_is_not_kept() -> Non
             for _ in range(2):
                 assert (await bed.complete(PROMPT, temperature=0)).engine == url
             assert bed.orchestrator.responses.used_bytes == 0
+
+
+async def test_a_replay_counts_as_an_answer_that_its_client_has_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays that were read slowly kept answers which the cache had dropped, a gigabyte beside a bound of 64 MiB."""
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, response_cache_bytes=1 << 20)) as bed:
+        answers = bed.orchestrator.answers
+        assert (await bed.complete(PROMPT, temperature=0)).engine == engines[0].url
+        assert (await bed.complete(PROMPT, temperature=0)).engine == "response cache"
+        assert answers.held_bytes == 0
+        take = answers.take
+
+        def refuse(tenant: str, nbytes: int) -> None:
+            monkeypatch.setattr(answers, "take", take)
+            raise CallerError(ErrorCode.SLOW_DOWN, "no memory")
+
+        monkeypatch.setattr(answers, "take", refuse)
+        assert (await bed.complete(PROMPT, temperature=0)).engine == engines[0].url
+
+
+@pytest.mark.usefixtures("small_connections")
+async def test_a_client_that_does_not_read_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("objectcache.orchestrator.answering.BLOCKED_S", 0.05)
+    monkeypatch.setattr("objectcache.orchestrator.answering.TAKEN_BYTES_PER_S", 1 << 30)
+    document = {"model": "canned", "prompt": PROMPT, "temperature": 0}
+    kept = Kept("application/json", (bytes(500_000),), math.inf, 500_000)
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, response_cache_bytes=1 << 20)) as bed:
+        monkeypatch.setattr(bed.orchestrator.responses, "find", lambda *_: kept)
+        async with slow_reader(bed, "/v1/completions", document):
+            await until(lambda: any("too slowly" in each.note for each in bed.orchestrator.receipts.last(9)))
+        assert bed.orchestrator.answers.held_bytes == 0
+
+
+async def test_the_tokens_that_an_engine_counts_have_no_other_engine_refuse_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was told 400, that it is too large for any engine."""
+    async with canned(1, replace(FAST, blocks_max=64)) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        await until(lambda: engine.report.kv_tokens == 64 * 16)
+        refused = await bed.complete(list(range(2000)))
+        assert (refused.status, b"KV" in refused.body) == (400, True)
+
+        async def lie(*_: object) -> Any:
+            return np.arange(4000, dtype=np.uint32)
+
+        monkeypatch.setattr(bed.orchestrator.tokens, "of", lie)
+        assert (await bed.complete("a few words")).status == 200
 
 
 async def test_headers_that_are_no_text_are_left_out() -> None:

@@ -96,6 +96,8 @@ class Asked:
     """The SHA-256 of `to_tokenize`, in hex, made where the body is read: of megabytes it takes a while."""
     previous: str = ""
     """The earlier response that it goes on from, which only the engine has that gave it."""
+    is_counted_by_engine: bool = False
+    """Whether an engine has given `tokens`: what it says must not have others refuse the request."""
 
     @property
     def nbytes(self) -> int:
