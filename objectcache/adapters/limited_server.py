@@ -12,7 +12,6 @@ import resource
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
@@ -29,7 +28,6 @@ from objectcache.adapters.deadlines import (
 )
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.pieces import InPieces, ParsingTurns, WaitingBytes
-from objectcache.adapters.portions import Portions
 from objectcache.adapters.response_sink import cut
 from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, SlowBodies
 
@@ -70,8 +68,6 @@ class LimitedServer(web.Server):
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
         self.turns = ParsingTurns()
-        self.lost = Portions()
-        """Connections that have ended, whose requests are to be cancelled."""
 
     def take_at_most(self, connections_max: int) -> None:
         """Take no more connections than these: the host has no memory for more."""
@@ -176,7 +172,7 @@ class Connection(InPieces, web.RequestHandler):
         self._wire = None
         if self._check is not None:
             self._check.cancel()
-        self._limited.lost.add(partial(super().connection_lost, exc))  # it cancels the request
+        super().connection_lost(exc)
 
     def slow_rate(self, now_s: float) -> float | None:
         """The rate in bytes/s at which the body of the request comes, where the server waits for it and it is too slow;

@@ -1,4 +1,4 @@
-"""Calls that thousands of connections or requests have coming at once, some of them in each pass of the event loop."""
+"""Calls that thousands of requests have coming at once, some of them in each pass of the event loop."""
 
 from __future__ import annotations
 

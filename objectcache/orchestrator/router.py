@@ -91,8 +91,13 @@ class Router:
         policy: RoutingPolicy,
         lookups: StoreLookups | None,
         pins: Mapping[str, Pin],
+        places_max: int,
     ) -> None:
+        """`places_max` requests may be with engines. One engine gets no more than half of them where others can take
+        the rest: else one that is well and answers nothing would keep everybody out.
+        """
         self._engines = engines
+        self._most_at_one = max(1, places_max // 2)
         self._index = index
         self._lookups = lookups
         self._pins = pins
@@ -138,6 +143,8 @@ class Router:
             and engine.settings.role is role
             and (home is None or engine.name == home)
         ]
+        if home is None:
+            able = [each for each in able if each.books.active_count < self._most_at_one] or able
         if not able and home is not None and home in self._engines:
             raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
         if not able:

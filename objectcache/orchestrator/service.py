@@ -86,7 +86,8 @@ class Orchestrator:
         self.bodies = Bodies(settings, self.readers, self.access, keeps_answers=self.responses.is_on)
         self.tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), self.readers)
         """Decisions about long prompts take milliseconds each, and many requests may be woken at once."""
-        self.router = Router(self.engines, self.index, self.policy, self._lookups, self.orders.pins)
+        places_max = settings.admission.active_max
+        self.router = Router(self.engines, self.index, self.policy, self._lookups, self.orders.pins, places_max)
         self.token_checks = TokenChecks(self.router, self.meter)
         self.dispatch = Dispatch(
             self._http, self.readers, settings.first_byte_timeout_s, settings.stream_idle_timeout_s

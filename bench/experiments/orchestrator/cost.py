@@ -63,7 +63,7 @@ def decisions(engine_count: int, block_count: int, prompt_tokens: int, samples: 
         filler = block_count // engine_count - len(part)
         blocks = [*part, *(numbers.randbytes(16) for _ in range(max(0, filler)))]
         index.restore(engine.name, enumerate(blocks))
-    router = Router(engines, index, LeastTtft(), None, {})
+    router = Router(engines, index, LeastTtft(), None, {}, 1024)
     took_us: list[float] = []
     named_us: list[float] = []
     for at in range(samples + len(prompts)):

@@ -21,6 +21,10 @@ SERVICE_S_DEFAULT = 1.0
 SAMPLES_MAX = 64
 ARRIVALS_MAX, ARRIVALS_MIN = 32, 4
 """Rates are those of so many arrivals; of fewer than the least no rate is told."""
+OVERDUE_S, OVERDUE_TIMES = 1.0, 3.0
+"""A first byte that has not come after so many seconds, nor after so many times its prediction, is taken to need as
+long again: an engine that answers nothing would else seem to have nothing to do.
+"""
 MEAN_WEIGHT = 0.2
 """The last request has this weight in the mean of prefills."""
 
@@ -64,6 +68,7 @@ class EngineBooks:
         self._others_waiting = 0
         self._others_running = 0
         self._progress_s = 0.0
+        self._answered_s = 0.0
         self._mean_work_s = 0.0
         self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._arrivals: deque[tuple[float, float]] = deque(maxlen=ARRIVALS_MAX)
@@ -98,7 +103,7 @@ class EngineBooks:
             return None
         if is_stream and sent.work_s > 0:
             self._prefills.note(sent.work_s, max(self._progress_s, sent.sent_s), now_s)
-        sent.first_byte_s = self._progress_s = now_s
+        sent.first_byte_s = self._progress_s = self._answered_s = now_s
         return now_s - sent.sent_s if is_stream else None
 
     def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
@@ -133,6 +138,7 @@ class EngineBooks:
         queue_s = factor * (work_s + self._others_waiting * mean_s)
         if waiting:
             queue_s -= min(factor * waiting[0].work_s, max(0.0, now_s - self._progress_s))
+        queue_s = max(queue_s, self._overdue_s(now_s))
         active_count = len(self._sent) + self._others_waiting + self._others_running
         over = active_count - self.requests_max + 1
         if over > 0:
@@ -163,6 +169,15 @@ class EngineBooks:
             for each in self._sent.values()
             if each.first_byte_s is None and (each.is_stream or now_s < each.sent_s + each.predicted_s)
         ]
+
+    def _overdue_s(self, now_s: float) -> float:
+        """How long the engine has answered nothing, where that is longer than it should be."""
+        first = next((each for each in self._sent.values() if each.first_byte_s is None), None)
+        if first is None:
+            return 0.0
+        due_s = self.correction.factor * first.work_s if first.is_stream else max(first.predicted_s, self._service_s())
+        silent_s = now_s - max(self._answered_s, first.sent_s)
+        return silent_s if silent_s > max(OVERDUE_S, OVERDUE_TIMES * due_s) else 0.0
 
     def _service_s(self) -> float:
         return median(self._services_s) if self._services_s else SERVICE_S_DEFAULT

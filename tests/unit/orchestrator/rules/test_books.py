@@ -20,7 +20,8 @@ def test_a_new_prompt_waits_for_the_rest_of_those_before_it() -> None:
     assert books.load(0.1).queue_s == pytest.approx(0.5)
     assert books.first_byte("a", 0.4) == pytest.approx(0.4)
     assert books.load(0.5).queue_s == pytest.approx(0.1)
-    assert books.load(9.0).queue_s == 0.0  # later than predicted, and done at any moment
+    assert books.load(1.3).queue_s == 0.0  # later than predicted, and done at any moment
+    assert books.load(9.0).queue_s == pytest.approx(9.0 - 0.4)  # so late that it may need as long again
     assert books.load(0.5).tokens == 200
 
 
@@ -41,6 +42,20 @@ def test_where_all_places_are_taken_a_new_request_waits_for_one() -> None:
         books.first_byte(str(at), 0.0)
     books.end("0", 4.0, is_complete=True)
     assert books.load(4.0).queue_s == pytest.approx(2 * 4.0 / 2)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_engine_that_answers_nothing_has_a_queue_whatever_it_says_of_its_costs(is_stream: bool) -> None:
+    """It was taken to be idle, and got every request until all places were with it."""
+    books = EngineBooks(900_000)
+    for at in range(100):
+        books.send(SentRequest(str(at), 10, 0.0, 0.0, at / 100, is_stream))
+    assert books.load(0.99).queue_s == 0.0
+    assert books.load(4.0).queue_s == pytest.approx(4.0)
+    books.end("0", 4.0, is_complete=False)  # its client has left
+    assert books.load(5.0).queue_s == pytest.approx(5.0, abs=0.02)
+    books.first_byte("1", 5.0, is_stream=is_stream)
+    assert books.load(5.5).queue_s == 0.0
 
 
 def test_requests_of_others_are_known_from_the_engines_metrics() -> None:
