@@ -191,7 +191,7 @@ class Dispatch:
                 for answer in opened:
                     answer.close()
 
-        with engine.watched(on_gone):
+        with engine.watchers.watched(on_gone):
             try:
                 try:
                     first = await getting

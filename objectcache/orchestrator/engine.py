@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,10 @@ import aiohttp
 
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
-from objectcache.adapters.portions import Portions
 from objectcache.adapters.threads import computed
 from objectcache.orchestrator.engine_blocks import EngineBlocks, Source
 from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
+from objectcache.orchestrator.engine_watchers import EngineWatchers
 from objectcache.orchestrator.events_feed import FeedLog, FeedTurns
 from objectcache.orchestrator.rules.books import EngineBooks
 from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
@@ -80,8 +79,10 @@ class Engine:
         self.blocks = EngineBlocks(self.name, index, known, log, turns)
         self._poll_s = poll_s
         self._sources_s = 0.0
-        self._on_gone: set[Callable[[], None]] = set()
-        self._portions = Portions()
+        self.watchers = EngineWatchers()
+        self._refused: dict[str, bool] = {}
+        """Models for which it has refused what another engine answers; whether it has not said since that it has them.
+        """
         self._on_up = on_up
         self._probed_s = float("-inf")
         self._is_asked = False
@@ -111,7 +112,7 @@ class Engine:
 
     def serves(self, model: str) -> bool:
         """Whether it has the model; an engine that has not said so yet is taken to have it."""
-        return not model or not self.models or model in self.models
+        return not model or ((not self.models or model in self.models) and not self._refused.get(model, False))
 
     def adapter(self, model: str) -> str:
         """The adapter that the model's name stands for at this engine; none for a model of its own."""
@@ -134,21 +135,17 @@ class Engine:
             _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0
             self.blocks.forget_expected()
-            for on_gone in tuple(self._on_gone):
-                self._portions.add(partial(self._tell_gone, on_gone))
+            self.watchers.tell()
 
-    def _tell_gone(self, on_gone: Callable[[], None]) -> None:
-        if on_gone in self._on_gone:
-            on_gone()
-
-    @contextlib.contextmanager
-    def watched(self, on_gone: Callable[[], None]) -> Iterator[None]:
-        """Have `on_gone` called when the engine is ejected within the block."""
-        self._on_gone.add(on_gone)
-        try:
-            yield
-        finally:
-            self._on_gone.discard(on_gone)
+    def refused(self, model: str) -> None:
+        """It has refused a request for a model of its own, which another engine has answered. An adapter may just have
+        been unloaded there: it is asked for its models. One that says once more that it has the model is to blame.
+        """
+        if self._refused.get(model) is False:
+            self.failed("it refuses what another engine answers")
+        else:
+            self._refused[model] = True
+            self._models_s = -MODELS_EVERY_S
 
     def status(self) -> EngineStatus:
         """Its state now."""
@@ -173,7 +170,7 @@ class Engine:
 
     async def see_out(self) -> None:
         """Probe an engine that has left until no request is at it any more: where it fails, they are told."""
-        while self._on_gone:
+        while self.watchers:
             await self._is_well()
             await asyncio.sleep(self._poll_s)
 
@@ -262,6 +259,7 @@ class Engine:
         if isinstance(entries, list):
             found = {each["id"]: each for each in map(model_of, entries[:MODELS_MAX]) if each is not None}
             self.models = found
+            self._refused = {model: False for model in self._refused if model in found}
             self._models_s = time.monotonic()
 
 

@@ -118,6 +118,8 @@ class EngineBlocks:
 
     def leave(self) -> None:
         """The engine leaves the index. Another one may take its name."""
+        for task in self._listeners:
+            task.cancel()
         for name in self._index.names_of(self._name):
             self._index.remove_engine(name)
         self._has_left = True

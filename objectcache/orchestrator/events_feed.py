@@ -46,7 +46,8 @@ BLOCKS_AT_ONCE, TOKENS_AT_ONCE = 500, 32_768
 REPLAY_S = 3.0
 REPLAY_BATCHES_MAX = 100_000
 DEGRADED_S = 30.0
-RECONNECT_S = 1.0
+RECONNECT_S, RECONNECT_S_MAX = 1.0, 16.0
+"""Each try to reach a publisher that nobody has reached yet waits twice as long: an engine says where it is."""
 CONNECTIONS_MAX = 64
 """That others make to an endpoint which is bound here."""
 TOPIC_BYTES_MAX = 1024
@@ -135,6 +136,7 @@ class EventsFeed:
         self.replayed_count = 0
         self.wrong_count = 0
         self._has_answered = False
+        self._reconnect_s = RECONNECT_S
         self._is_told = False
         """Whether it was said that the engine's events are not to be had, since they last were."""
 
@@ -147,10 +149,12 @@ class EventsFeed:
                 level = logging.DEBUG if self._is_told else logging.WARNING
                 _log.log(level, "events of %s from %s: %r", self._engine, self._events, error)
                 self._is_told = True
-                await asyncio.sleep(RECONNECT_S)
+                await asyncio.sleep(self._reconnect_s)
+                self._reconnect_s = min(2 * self._reconnect_s, RECONNECT_S_MAX)
 
     def process_ended(self) -> None:
         """The engine's process has ended: what is known of it counts no more, and its events count from 0."""
+        self._reconnect_s = RECONNECT_S
         if self._order.expected is not None:
             self._clear()
 
@@ -165,6 +169,7 @@ class EventsFeed:
             return
         async with connected(self._events, "SUB", _PUBLISHERS) as connection:
             await connection.subscribe(self._topic.encode())
+            self._reconnect_s = RECONNECT_S
             await self._catch_up()
             while True:
                 await self._heard(await connection.receive(_LIVE, self._is_from_engine))

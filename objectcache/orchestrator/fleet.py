@@ -15,6 +15,7 @@ from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
+from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.policies import RoutingPolicy
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, engine_settings
@@ -101,11 +102,11 @@ class Fleet:
         """A new one is written down when it has joined: one for which there is no room must not stop the next start."""
         async with self._changing:
             self._require_free(settings)
-            if settings.label in self.engines:
+            known = self.engines.get(settings.label)
+            if known is not None:
                 if self._writing is not None:
-                    await self._writing.add_engine(settings)
-                await self._leave(settings.label)
-                await self._join(settings)
+                    await self._writing.add_engine(settings, is_draining=known.liveness.is_draining)
+                await self._replace(settings)
                 return
             await self._join(settings)
             try:
@@ -123,7 +124,14 @@ class Fleet:
         await to_end(asyncio.ensure_future(self._removed(name)))
 
     async def _removed(self, name: str) -> None:
+        """It is forgotten on the disk first, so that nothing has changed where that fails; and once more when nothing
+        notes its blocks any more.
+        """
         async with self._changing:
+            if name not in self.engines:
+                raise KeyError(name)
+            if self._writing is not None:
+                await self._writing.remove_engine(name)
             await self._leave(name)
             if self._writing is not None:
                 await self._writing.remove_engine(name)
@@ -131,11 +139,12 @@ class Fleet:
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
         settings = self.engines[name].settings
-        self._drained(name, is_wanted=is_wanted)
         if name in self._of_registry and self._registry is not None:
             await self._registry.add(settings, is_draining=is_wanted)
         elif self._writing is not None:
             await self._writing.drain(name, is_wanted=is_wanted)
+        if name in self.engines:
+            self._drained(name, is_wanted=is_wanted)
 
     def follow(self, engines: Engines) -> None:
         """The registry has these engines now."""
@@ -154,10 +163,9 @@ class Fleet:
                 known = self.engines.get(name)
                 if known is not None and name not in self._of_registry:
                     continue
-                if known is not None and known.settings != settings:
-                    await self._leave(name)
-                    known = None
-                if known is None:
+                if known is not None:
+                    await self._replace(settings)
+                else:
                     try:
                         await self._join(settings)
                     except ValueError as error:
@@ -178,11 +186,31 @@ class Fleet:
             self.waiting.wake(engine.serves)
 
     async def _join(self, settings: EngineSettings) -> None:
-        writing = self._writing
+        if settings.label in self.engines:
+            raise ValueError(f"two engines have the name {settings.label}")
+        self._begin(settings, None if self._writing is None else await self._writing.warm(settings.label))
+
+    async def _replace(self, settings: EngineSettings) -> None:
+        """An engine that is known has other settings: it is never away, and what it holds is to be said anew."""
+        before = self.engines[settings.label]
+        if before.settings == settings:
+            return
+        if self._writing is not None:
+            for each in self._index.names_of(settings.label):
+                self._writing.cleared(each)
+        watch = self._end(settings.label)
+        self._begin(settings, None)
+        self.engines[settings.label].liveness.drain(is_wanted=before.liveness.is_draining)
+        await asyncio.gather(watch, return_exceptions=True)
+
+    async def _leave(self, name: str) -> None:
+        watch = self._end(name)
+        if self._writing is not None:
+            await self._writing.flush()
+        await asyncio.gather(watch, return_exceptions=True)
+
+    def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
         name = settings.label
-        if name in self.engines:
-            raise ValueError(f"two engines have the name {name}")
-        known = None if writing is None else await writing.warm(name)
         engine = self.engines[name] = Engine(
             settings,
             self._http,
@@ -190,22 +218,21 @@ class Fleet:
             self._settings.poll_s,
             self._settings.probe_timeout_s,
             known,
-            writing,
+            self._writing,
             self._engine_headers,
             partial(self._is_up, name),
             self._turns,
         )
         self._watches[name] = asyncio.create_task(engine.run())
 
-    async def _leave(self, name: str) -> None:
+    def _end(self, name: str) -> asyncio.Task[None]:
+        """Forget an engine at once. Returns its watch, which ends."""
         engine = self.engines.pop(name)
-        task = self._watches.pop(name)
-        if self._writing is not None:
-            await self._writing.flush()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        watch = self._watches.pop(name)
+        watch.cancel()
         engine.blocks.leave()
         self._policy.forget_engine(name)
         seeing_out = asyncio.create_task(engine.see_out())
         self._seeing_out.add(seeing_out)
         seeing_out.add_done_callback(self._seeing_out.discard)
+        return watch

@@ -227,8 +227,11 @@ class Metadata:
         return dict(self._read("SELECT tenant, document FROM quotas"))
 
     def _read(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
-        with self._lock:
-            return self._db.execute(statement, values).fetchall()
+        try:
+            with self._lock:
+                return self._db.execute(statement, values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise MetadataError(f"{self._file}: {error}") from error
 
     def _write(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         with self._transaction() as db:
@@ -249,13 +252,17 @@ class _Transaction:
         self._lock.acquire()
         try:
             self._db.execute("BEGIN IMMEDIATE")
-        except BaseException:
+        except BaseException as error:
             self._lock.release()
+            if isinstance(error, sqlite3.OperationalError):
+                raise MetadataError(f"the metadata cannot be written: {error}") from error
             raise
         return self._db
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+        except sqlite3.OperationalError as failure:
+            raise MetadataError(f"the metadata cannot be written: {failure}") from failure
         finally:
             self._lock.release()

@@ -60,7 +60,7 @@ class Roster:
         """
         for name in names:
             if name in self._engines and model in self._engines[name].models:
-                self._engines[name].failed("it refuses what another engine answers")
+                self._engines[name].refused(model)
 
     def _decoding(self, model: str) -> list[Engine]:
         engines = self._engines.values()

@@ -90,12 +90,20 @@ class Writing:
         self.metadata.close()
 
     def engines(self) -> list[tuple[EngineSettings, bool]]:
-        """The engines that were registered, and whether each is draining."""
-        return [(engine_settings(json.loads(each.settings)), each.is_draining) for each in self.metadata.engines()]
+        """The engines that were registered, and whether each is draining. One that cannot be read here, since another
+        release has written it, stays where it is.
+        """
+        found: list[tuple[EngineSettings, bool]] = []
+        for each in self.metadata.engines():
+            try:
+                found.append((engine_settings(json.loads(each.settings)), each.is_draining))
+            except ValueError as error:
+                _log.warning("the engine %s of the metadata cannot be read: %s", each.name, error)
+        return found
 
-    async def add_engine(self, settings: EngineSettings) -> None:
+    async def add_engine(self, settings: EngineSettings, *, is_draining: bool = False) -> None:
         """Register an engine: on the disk when this returns. Raises MetadataError."""
-        made = RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)))
+        made = RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)), is_draining)
         await asyncio.to_thread(self.metadata.add_engine, made)
 
     async def remove_engine(self, name: str) -> None:

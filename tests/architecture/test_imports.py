@@ -46,11 +46,11 @@ STAGES = {
     ),
     ORCHESTRATOR: (
         "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed",
-        "engine_calls", "engine_blocks", "engine", "roster", "tokenizer", "reading_process", "readers",
-        "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "relay",
-        "router", "orders", "access", "bodies", "exchange", "passing_on", "dispatch", "meter", "token_checks",
-        "waiting_for_engines", "fleet", "prefill", "service", "answering", "administration", "pages", "app",
-        "process",
+        "engine_calls", "engine_watchers", "engine_blocks", "engine", "roster", "tokenizer", "reading_process",
+        "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache", "gate",
+        "relay", "router", "orders", "access", "bodies", "exchange", "passing_on", "dispatch", "meter",
+        "token_checks", "waiting_for_engines", "fleet", "prefill", "service", "answering", "administration",
+        "pages", "app", "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",

@@ -16,6 +16,7 @@ import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.adapters.limited_server import Connection
+from objectcache.orchestrator.metadata import MetadataError
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.liveness import EngineStatus
 from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
@@ -81,8 +82,10 @@ async def test_an_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404])
-async def test_an_engine_that_refuses_what_another_answers_is_ejected(status: int) -> None:
-    """It refuses at once, so it would look idle and draw everything. Not for a key, which may be the client's own."""
+async def test_an_engine_that_refuses_what_another_answers_gets_no_more_of_it(status: int) -> None:
+    """It refuses at once, so it would look idle and draw everything. Not for a key, which may be the client's own. An
+    adapter may have been unloaded there, so it takes requests for other models until it has said its models again.
+    """
     async with canned(2, FAST) as engines, orchestrated(engines, replace(QUICK, poll_s=30.0)) as bed:
         broken = engines[0]
         broken.answers_with = status
@@ -90,8 +93,8 @@ async def test_an_engine_that_refuses_what_another_answers_is_ejected(status: in
         for at in range(24):
             answer = await bed.complete([at * 1000 + each for each in PROMPT])
             assert (answer.status, answer.engine) == (200, engines[1].url)
-        ejected = EngineStatus.EJECTED if status == 404 else EngineStatus.UP
-        assert bed.orchestrator.engines[broken.url].status() is ejected
+        assert bed.orchestrator.engines[broken.url].status() is EngineStatus.UP
+        assert bed.orchestrator.engines[broken.url].serves("canned") is (status != 404)
         assert bed.orchestrator.engines[broken.url].books.correction == EXACT
         engines[1].answers_with = status
         assert (await bed.complete([*PROMPT, 99])).status == status
@@ -538,3 +541,49 @@ async def test_an_engine_for_which_there_is_no_room_is_not_written_down(
         monkeypatch.setattr("objectcache.orchestrator.rules.prefix_index.ENGINES_MAX", 1)
         async with orchestrated([], settings, is_waiting=False) as bed:
             assert len(bed.orchestrator.engines) == 1
+
+
+async def test_an_engine_that_is_registered_anew_is_never_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its blocks were read from the disk, its clients were told that no engine has their model."""
+    async with canned(1, FAST) as engines, orchestrated([], replace(QUICK, data=tmp_path), is_waiting=False) as bed:
+        document = {"url": engines[0].url, "name": "a"}
+        assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 201
+        assert (await bed.complete(PROMPT)).status == 200
+        writing, goes_on = bed.orchestrator.writing, asyncio.Event()
+        assert writing is not None
+        monkeypatch.setattr(writing, "flush", goes_on.wait)
+        before = bed.orchestrator.engines["a"]
+        anew = asyncio.create_task(bed.ask("POST", "/_orchestrator/engines", {**document, "requests_max": 3}))
+        await until(lambda: bed.orchestrator.engines["a"] is not before)
+        assert (await bed.complete(PROMPT)).status == 200
+        goes_on.set()
+        assert (await anew).status == 201
+        monkeypatch.undo()
+        assert bed.orchestrator.engines["a"].books.requests_max == 3
+        assert (await bed.ask("POST", "/_orchestrator/engines/a/drain")).status == 200
+        assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 201
+        assert bed.orchestrator.engines["a"].liveness.is_draining
+        assert [is_draining for _, is_draining in writing.engines()] == [True]
+
+
+async def test_a_wish_that_cannot_be_written_down_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was answered 500, and was half done."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise MetadataError("the disk is full")
+
+    async with canned(1, FAST) as engines, orchestrated([], replace(QUICK, data=tmp_path), is_waiting=False) as bed:
+        document = {"url": engines[0].url, "name": "a"}
+        assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 201
+        assert bed.orchestrator.writing is not None
+        for name in ("drain", "remove_engine"):
+            monkeypatch.setattr(bed.orchestrator.writing, name, fail)
+        assert (await bed.ask("POST", "/_orchestrator/engines/a/drain")).status == 503
+        assert (await bed.ask("DELETE", "/_orchestrator/engines/a")).status == 503
+        assert not bed.orchestrator.engines["a"].liveness.is_draining
+        assert (await bed.complete(PROMPT)).status == 200
+        monkeypatch.undo()
+        assert (await bed.ask("DELETE", "/_orchestrator/engines/a")).status == 200
+        assert (await bed.ask("DELETE", "/_orchestrator/engines/a")).status == 404

@@ -1,13 +1,18 @@
-"""What an engine says of its events."""
+"""What an engine says of its events and its models."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import pytest
 
-from objectcache.orchestrator.engine import event_sources, reachable
+from objectcache.orchestrator.engine import Engine, event_sources, reachable
 from objectcache.orchestrator.engine_blocks import index_name
+from objectcache.orchestrator.engine_calls import EngineCalls
+from objectcache.orchestrator.rules.liveness import FAILURES_MAX, EngineStatus
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings
 
 
 def source(port: int, **changes: Any) -> dict[str, Any]:
@@ -36,3 +41,35 @@ def test_an_endpoint_on_every_address_is_reached_at_the_engines() -> None:
     assert reachable("tcp://[::]:5557", "10.0.0.1") == "tcp://10.0.0.1:5557"
     assert reachable("tcp://10.0.0.2:5557", "10.0.0.1") == "tcp://10.0.0.2:5557"
     assert (index_name("a", 0), index_name("a", 3)) == ("a", "a#3")
+
+
+class Calls:
+    """Answers the orchestrator's questions for an engine that has these models."""
+
+    def __init__(self, *models: str) -> None:
+        self.models = models
+
+    async def json(self, path: str) -> Any:
+        return {"data": [{"id": name} for name in self.models]}
+
+
+async def test_an_engine_that_says_again_that_it_has_what_it_refuses_is_ejected() -> None:
+    """One that had only unloaded an adapter was ejected, for all its models."""
+    index = PrefixIndex()
+    engine = Engine(EngineSettings("http://a"), cast(aiohttp.ClientSession, None), index, 1.0, 1.0)
+    engine._calls = cast(EngineCalls, Calls("base", "adapter"))
+    engine.succeeded()
+    await engine._read_models()
+    engine.refused("adapter")
+    assert (engine.serves("base"), engine.serves("adapter")) == (True, False)
+    engine._calls = cast(EngineCalls, Calls("base"))
+    await engine._read_models()
+    engine._calls = cast(EngineCalls, Calls("base", "adapter"))
+    await engine._read_models()
+    assert engine.serves("adapter")  # it was loaded again
+    engine.refused("adapter")
+    await engine._read_models()
+    for _ in range(FAILURES_MAX):
+        assert engine.status() is EngineStatus.UP
+        engine.refused("adapter")
+    assert engine.status() is EngineStatus.EJECTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,14 @@ def test_a_file_of_a_later_release_or_of_something_else_is_refused(tmp_path: Pat
     (tmp_path / "other" / FILE).write_bytes(b"no database" * 100)
     with pytest.raises(MetadataError):
         Metadata(tmp_path / "other")
+
+
+def test_a_file_that_somebody_has_locked_is_an_error_of_the_metadata(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata._db.execute("PRAGMA busy_timeout = 1")
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(MetadataError, match="locked"):
+            metadata.set_draining("a", is_draining=True)
+    metadata.set_draining("a", is_draining=True)
+    metadata.close()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from objectcache.orchestrator import writing
+from objectcache.orchestrator.metadata import RegisteredEngine
 from objectcache.orchestrator.rules import prefix_index
 from objectcache.orchestrator.rules.kv_events import Batch, BlockRemoved, BlockStored, WrongEventError, batch_of
 from objectcache.orchestrator.rules.policies import Sessions
 from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings
 from objectcache.orchestrator.writing import Writing
 
 
@@ -120,3 +122,12 @@ async def test_more_ranks_of_an_engine_than_there_can_be_keep_no_start_from_goin
     assert "good" not in await again.warm("good")
     await again.flush()
     assert len(again.metadata.known_batches()) == RANKS_MAX
+
+
+async def test_an_engine_that_cannot_be_read_keeps_no_start_from_going_on(made: Writing) -> None:
+    await made.add_engine(EngineSettings("http://good", "good"))
+    made.metadata.add_engine(
+        RegisteredEngine("http://later", "later", '{"url": "http://later", "of_a_later_release": 1}')
+    )
+    assert [settings.label for settings, _ in made.engines()] == ["good"]
+    assert [each.name for each in made.metadata.engines()] == ["good", "later"]
