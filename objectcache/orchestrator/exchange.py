@@ -16,7 +16,7 @@ from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.relay import HeldBytes
 from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import Prompt
-from objectcache.orchestrator.rules.kept_responses import response_id
+from objectcache.orchestrator.rules.kept_responses import LOOKED_AT_BYTES, response_id
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind
 from objectcache.orchestrator.under_way import UnderWay
 
@@ -62,20 +62,24 @@ class Exchange:
     progress: AnswerProgress = field(default_factory=AnswerProgress)
     response_id: str = ""
     """The id of the response that was answered, where the engine keeps it."""
+    _beginning: bytes = b""
 
     def begin(self) -> None:
         """The client gets an answer: no other engine will be asked, so nothing of the request is needed any more. A
         client that reads slowly must not keep the memory that others need for theirs.
         """
+        self._beginning = b""
         self.is_begun = True
         self.prompt = None
         self.asked = replace(self.asked, tokens=None, to_tokenize=None)
         self.body.drop()
 
-    def note_response(self, beginning: bytes) -> None:
-        """Note the id of a response, at the beginning of its answer."""
-        if self.asked.kind is RequestKind.RESPONSES:
-            self.response_id = response_id(beginning)
+    def note_response(self, piece: bytes) -> None:
+        """Note the id of a response, at the beginning of its answer, which may come in pieces."""
+        before = self._beginning if self.is_begun else b""  # else it is of an engine that has failed
+        if self.asked.kind is RequestKind.RESPONSES and not self.response_id and len(before) < LOOKED_AT_BYTES:
+            self._beginning = before + piece[:LOOKED_AT_BYTES]
+            self.response_id = response_id(self._beginning)
 
     @property
     def is_worth_keeping(self) -> bool:

@@ -77,11 +77,11 @@ class PassingOn:
         await response.prepare(exchange.http)
         relay = Relay(response, exchange.http, exchange.held)
         piece = first
-        exchange.note_response(first)
         try:
             try:
                 while piece:
                     exchange.keep(piece)
+                    exchange.note_response(piece)
                     await relay.write(piece)
                     piece = await answer.content.readany()
                 exchange.computed(engine, answer.status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from contextlib import AsyncExitStack
@@ -587,3 +588,21 @@ async def test_a_wish_that_cannot_be_written_down_changes_nothing(
         monkeypatch.undo()
         assert (await bed.ask("DELETE", "/_orchestrator/engines/a")).status == 200
         assert (await bed.ask("DELETE", "/_orchestrator/engines/a")).status == 404
+
+
+async def test_the_id_of_a_response_may_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first piece was looked at, and the next request was told that nobody knows the response."""
+
+    async def some(reader: aiohttp.StreamReader) -> bytes:
+        return await reader.read(7)
+
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        monkeypatch.setattr(aiohttp.StreamReader, "readany", some)
+        asked = {"model": "canned", "input": "first", "stream": True}
+        began = await bed.ask("POST", "/v1/responses", asked)
+        response = re.search(rb"resp_\w+", began.body)
+        assert response is not None
+        more = {**asked, "previous_response_id": response[0].decode()}
+        gone_on = await bed.ask("POST", "/v1/responses", more)
+        assert (gone_on.status, gone_on.engine) == (200, began.engine)
+        assert bed.orchestrator.kept_responses.engine("", response[0].decode()) == began.engine
