@@ -22,7 +22,7 @@ PARTS_REMEDY = "complete or abort uploads"
 UNBOUNDED = 1 << 62
 """The capacity of books until the first step bounds them."""
 INDEX_FRACTION = 1 / 16
-"""Where the index may not grow, the largest cache gives up this fraction at a time."""
+"""Where the index may not grow, the cache with the most evictable bytes gives up this fraction of them at a time."""
 HELD_FRACTION = 0.5
 """Pins and leases of one tenant, and parts of open uploads, take no more than this fraction of what all caches may take
 together: they must not close the cache to others.
@@ -164,8 +164,8 @@ class CacheSet:
 
     def kept_bytes(self, aside_bytes: int, *, is_restored: bool) -> dict[int, int]:
         """The bytes that each cache may keep, by its `id`: its own bound, less its part of the bytes that the directory
-        lacks, which the largest cache gives up first. Some room is kept ahead of writes. `aside_bytes` are those of
-        chunks that wait to be encoded.
+        lacks, which the cache with the most evictable bytes gives up first. Some room is kept ahead of writes.
+        `aside_bytes` are those of chunks that wait to be encoded.
         """
         capacities: dict[int, int] = {}
         for cache in self.all():
@@ -187,15 +187,14 @@ class CacheSet:
             capacities[id(self.whole)] = max(0, limit_bytes - ahead_bytes - others_bytes)
             return capacities
         short_bytes = kept_bytes + ahead_bytes - limit_bytes
-        largest_first = sorted(self.all(), key=lambda cache: -cache.books.used_bytes)
+        largest_first = sorted(self.all(), key=lambda cache: -cache.books.evictable_bytes)
         if largest_first and not self._space.has_index_room:  # objects without bytes take room in the index alone
-            short_bytes = max(short_bytes, int(INDEX_FRACTION * largest_first[0].books.used_bytes))
+            short_bytes = max(short_bytes, int(INDEX_FRACTION * largest_first[0].books.evictable_bytes))
         for cache in largest_first:
             if short_bytes <= 0:
                 break
-            used_bytes = cache.books.used_bytes
-            capacities[id(cache)] = min(capacities[id(cache)], max(0, used_bytes - short_bytes))
-            short_bytes -= used_bytes
+            capacities[id(cache)] = min(capacities[id(cache)], max(0, cache.books.used_bytes - short_bytes))
+            short_bytes -= cache.books.evictable_bytes
         return capacities
 
     def _made(self, settings: CacheSettings) -> Cache:

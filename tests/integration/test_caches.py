@@ -209,6 +209,20 @@ async def test_only_caches_are_evicted_from_a_full_directory(tmp_path: Path) -> 
         await put(storage, "kept", "again", MIB)
 
 
+async def test_held_objects_of_one_cache_leave_the_room_of_the_directory_to_others(tmp_path: Path) -> None:
+    """The cache that had most was the only one asked for room, also where pins held all of it."""
+    caches = tuple(CacheSettings(bucket, None, Eviction.LRU) for bucket in ("cached", "other", "third"))
+    async with opened(tmp_path, caches=caches, disk_bytes=64 * MIB) as storage:
+        for bucket in ("other", "third"):
+            await storage.objects.create_bucket(KEY, bucket)
+        for number in range(18):
+            await put(storage, "cached", f"pinned-{number:02}", MIB, objectcache_pin="")
+        for number in range(24):
+            for bucket in ("other", "third"):
+                await put(storage, bucket, f"key-{number:02}", MIB)
+        assert len(await keys_of(storage, "cached")) == 18
+
+
 async def test_a_bounded_directory_without_a_cache_refuses_at_once(tmp_path: Path) -> None:
     async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
         assert 8 < await put_until_full(storage, tmp_path) < 60

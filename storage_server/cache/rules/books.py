@@ -55,6 +55,11 @@ class Books:
         return self._policy.used_bytes
 
     @property
+    def evictable_bytes(self) -> int:
+        """The space of the objects that no pin, lease or dirty state holds."""
+        return self._policy.used_bytes - self._held_bytes
+
+    @property
     def count(self) -> int:
         """How many objects there are."""
         return len(self._entries)
