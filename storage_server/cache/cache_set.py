@@ -49,6 +49,13 @@ class CacheSet:
         self._want = want
         self._growth = growth
         self._free_bytes = free_bytes
+        what = "the half of the directory that parts of open uploads in caches may take"
+        self._parts_bound = Bound(
+            what,
+            lambda: held_of(space.extent_bytes_max),
+            lambda: sum([cache.part_bytes for cache in self.buckets.values()]),
+            PARTS_REMEDY,
+        )
         self.buckets: Mapping[str, Cache] = {}
         """By bucket. Never changed, but replaced: several threads go through it."""
         self.whole: Cache | None = None
@@ -128,14 +135,17 @@ class CacheSet:
         ]
 
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
-        """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
+        """Those of the bucket, and of parts in all caches, in which a body needs room; none where it is no cache."""
         cache = self.buckets.get(bucket)
-        found = () if cache is None else (cache.parts_bound, cache.bound) if of_part else (cache.bound,)
+        if cache is None:
+            return ()
+        found = (self._parts_bound, cache.parts_bound, cache.bound) if of_part else (cache.bound,)
         return tuple(bound for bound in found if bound is not None)
 
     def note_room(self) -> None:
         """Objects have come or gone: whoever waits for room looks again."""
         self.derive_capacities()
+        self._parts_bound.notify()
         for cache in self.buckets.values():
             for bound in (cache.parts_bound, cache.bound):
                 if bound is not None:

@@ -161,6 +161,33 @@ async def test_parts_of_open_uploads_count_until_they_are_an_object_or_aborted(t
         await put(storage, "cached", "again", 3 * MIB)
 
 
+@pytest.mark.parametrize("capacity_bytes", [None, 64 * MIB])
+async def test_parts_of_all_caches_together_take_half_of_the_directory(
+    tmp_path: Path, capacity_bytes: int | None
+) -> None:
+    """Parts in caches that only the directory bounds evicted all objects of the others, and then closed it to all."""
+    caches = tuple(CacheSettings(bucket, capacity_bytes, Eviction.LRU) for bucket in ("cached", "other", "third"))
+    async with opened(tmp_path, caches=caches, disk_bytes=64 * MIB) as storage:
+
+        async def put_parts(bucket: str, count: int) -> UploadRef:
+            open_id = await storage.uploads.create_upload(KEY, UploadRequest(KEY, bucket, "open"))
+            upload = UploadRef(bucket, "open", open_id)
+            for number in range(1, count + 1):
+                await storage.uploads.put_part(KEY, PartRequest(upload, number, MIB), BytesBody(bytes(MIB)))
+            return upload
+
+        for bucket in ("other", "third"):
+            await storage.objects.create_bucket(KEY, bucket)
+        for number in range(8):
+            await put(storage, "third", f"key-{number}", MIB)
+        first = await put_parts("cached", 15)
+        with pytest.raises(ServerError, match="the half of the directory that parts"):
+            await put_parts("other", 15)
+        assert len(await keys_of(storage, "third")) == 8
+        await storage.uploads.abort_upload(KEY, first)
+        await put_parts("other", 8)
+
+
 async def test_copies_and_uploads_of_many_count_too(tmp_path: Path) -> None:
     async with opened(tmp_path) as storage:
         await put(storage, "kept", "source", MIB)
