@@ -40,8 +40,8 @@ class Books:
         self._births = Births(ttl_s)
         self._held_bytes = 0
         self.held_bytes_max: int | None = None
-        """The most bytes that pin tags and leases may hold, dirty objects included; later ones have no effect. None:
-        any amount.
+        """The most bytes that pin tags and leases may hold, dirty objects included; later ones have no effect, nor have
+        those of an object that becomes clean above it. None: any amount.
         """
         self.refused_count = 0
         """Pin tags and leases that had no effect for that reason."""
@@ -234,18 +234,20 @@ class Books:
         """Replace what is known of an object, and hold it, or let it go, as that says."""
         known = self._entries[name]
         limit_bytes = self.held_bytes_max
+        others_bytes = self._held_bytes - (known.nbytes if known.is_held else 0)
+        was_limited = known.is_held and not known.is_dirty
+        is_limited = entry.is_held and not entry.is_dirty
+        if is_limited and not was_limited and limit_bytes is not None and others_bytes + entry.nbytes > limit_bytes:
+            has_idle_pin = entry.has_idle_pin or entry.pinned_until is not None
+            entry = entry._replace(pinned_until=None, leased_until=None, has_idle_pin=has_idle_pin)
+            self.refused_count += 1
+        elif entry.is_held:
+            entry = entry._replace(has_idle_pin=False)
         if entry.is_held and not known.is_held:
-            if not entry.is_dirty and limit_bytes is not None and self._held_bytes + entry.nbytes > limit_bytes:
-                has_idle_pin = entry.has_idle_pin or entry.pinned_until is not None
-                entry = entry._replace(pinned_until=None, leased_until=None, has_idle_pin=has_idle_pin)
-                self.refused_count += 1
-            else:
-                entry = entry._replace(has_idle_pin=False)
-                self._policy.pin([name])
-                self._held_bytes += entry.nbytes
+            self._policy.pin([name])
         elif known.is_held and not entry.is_held:
             self._policy.unpin([name])
-            self._held_bytes -= known.nbytes
+        self._held_bytes = others_bytes + (entry.nbytes if entry.is_held else 0)
         ends = [end for end in (entry.pinned_until, entry.leased_until) if end is not None]
         if ends:
             self._ends.note(name, min(ends))

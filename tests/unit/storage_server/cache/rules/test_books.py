@@ -372,9 +372,26 @@ def test_dirty_objects_stay_whatever_others_hold_until_they_are_clean() -> None:
     assert left(books.leaving(0, 12.0)) == "b"
     books.put((BUCKET, "d"), entry(11.0))
     assert left(books.leaving(0, 13.0)) == "d"
-    books.put((BUCKET, "e"), entry(11.0, pinned_until=60.0))
     assert left(books.leaving(0, 55.0)) == "a"
+    books.put((BUCKET, "e"), entry(11.0))
     assert left(books.leaving(0, 60.0)) == "e"
+
+
+@pytest.mark.parametrize("hold", ["pin", "lease"])
+def test_holds_of_objects_that_become_clean_count_like_new_ones(hold: str) -> None:
+    """Objects got their holds while they were dirty, without the limit, and kept the whole cache with them."""
+    books = made()
+    books.held_bytes_max = 2
+    pinned_until = 60.0 if hold == "pin" else None
+    for key in "abcd":
+        books.put((BUCKET, key), entry(1.0, is_dirty=True, pinned_until=pinned_until))
+    if hold == "lease":
+        books.lease(BUCKET, list("abcd"), 60.0)
+    for key in "abcd":
+        books.put((BUCKET, key), entry(1.0, pinned_until=pinned_until))
+    assert left(books.leaving(0, 2.0)) == "ab"
+    assert books.refused_count == 2
+    assert sorted(left(books.leaving(0, 60.0))) == ["c", "d"]
 
 
 def test_dirty_objects_are_dirty_after_a_restart() -> None:
