@@ -68,7 +68,8 @@ class Books:
         """Note that a key shows this object now. With the version that is known only the pin can have changed."""
         known = self._entries.get(name)
         if known is not None and known.version == entry.version:
-            self._set(name, known._replace(pinned_until=entry.pinned_until, is_dirty=entry.is_dirty))
+            pinned_until, is_dirty = entry.pinned_until, entry.is_dirty
+            self._set(name, known._replace(pinned_until=pinned_until, is_dirty=is_dirty, has_idle_pin=False))
             return
         if known is not None:
             self.remove(name)
@@ -241,8 +242,6 @@ class Books:
             has_idle_pin = entry.has_idle_pin or entry.pinned_until is not None
             entry = entry._replace(pinned_until=None, leased_until=None, has_idle_pin=has_idle_pin)
             self.refused_count += 1
-        elif entry.is_held:
-            entry = entry._replace(has_idle_pin=False)
         if entry.is_held and not known.is_held:
             self._policy.pin([name])
         elif known.is_held and not entry.is_held:

@@ -377,6 +377,22 @@ def test_dirty_objects_stay_whatever_others_hold_until_they_are_clean() -> None:
     assert left(books.leaving(0, 60.0)) == "e"
 
 
+def test_a_pin_without_effect_is_known_as_long_as_the_object_has_it() -> None:
+    """Whoever deletes a victim ignores such a pin: without one it must look, and with one it must not."""
+    books = filled("ab", made())
+    books.held_bytes_max = 1
+    books.lease(BUCKET, ["a"], 20.0)
+    books.put((BUCKET, "b"), entry(1.0, pinned_until=math.inf))
+    assert books.refused_count == 1
+    books.leaving(100, 20.0)
+    books.lease(BUCKET, ["b"], 30.0)
+    assert [victim.entry.has_idle_pin for victim in books.leaving(0, 30.0)] == [False, True]
+    for pinned_until in (math.inf, None):
+        books.held_bytes_max = 0
+        books.put((BUCKET, "b"), entry(1.0, pinned_until=pinned_until))
+    assert [victim.entry.has_idle_pin for victim in books.leaving(0, 40.0)] == [False]
+
+
 @pytest.mark.parametrize("hold", ["pin", "lease"])
 def test_holds_of_objects_that_become_clean_count_like_new_ones(hold: str) -> None:
     """Objects got their holds while they were dirty, without the limit, and kept the whole cache with them."""
