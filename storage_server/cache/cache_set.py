@@ -13,6 +13,7 @@ from descriptors.units import GIB
 from storage_server.cache.caches import Cache, ahead_bytes_of, spare_bytes_of
 from storage_server.cache.policies.choice import policy_of
 from storage_server.cache.rules.books import Books
+from storage_server.cache.rules.held_bytes import HeldBytes
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.space import OFFERED_FRACTION, Space
 from storage_server.settings import CacheSettings
@@ -49,6 +50,8 @@ class CacheSet:
         self._want = want
         self._growth = growth
         self._free_bytes = free_bytes
+        self._held = HeldBytes()
+        """By pins, leases and dirty objects of all caches together."""
         what = "the half of the directory that parts of open uploads in caches may take"
         self._parts_bound = Bound(
             what,
@@ -172,6 +175,13 @@ class CacheSet:
         capacity_bytes = self.buckets[bucket].capacity_bytes or self._space.extent_bytes_max
         return GIB if capacity_bytes is None else ahead_bytes_of(capacity_bytes)
 
+    def bound_holds(self) -> None:
+        """Say how much may be held, in each cache and in all together. Runs in the thread of the books."""
+        self._held.bytes_max = held_of(self._space.extent_bytes_max)
+        self._held.nbytes = sum(cache.books.held.nbytes for cache in self.all())  # a bucket that was deleted has none
+        for cache in self.all():
+            cache.books.held.bytes_max = held_of(cache.capacity_bytes)
+
     def kept_bytes(self, aside_bytes: int, *, is_restored: bool) -> dict[int, int]:
         """The bytes that each cache may keep, by its `id`: its own bound, less its part of the bytes that the directory
         lacks, which the cache with the most evictable bytes gives up first. Some room is kept ahead of writes.
@@ -209,7 +219,7 @@ class CacheSet:
 
     def _made(self, settings: CacheSettings) -> Cache:
         growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
-        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s)
+        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s, self._held)
         if settings.bucket is None:
             return Cache(books)
         cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)

@@ -18,7 +18,7 @@ from itertools import groupby
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.long_lived import note_long_lived
-from storage_server.cache.cache_set import CacheSet, held_of
+from storage_server.cache.cache_set import CacheSet
 from storage_server.cache.caches import is_pinned
 from storage_server.cache.former_objects import FormerObjects
 from storage_server.cache.news import AskedPrefix, News
@@ -337,14 +337,13 @@ class Evictor(Watcher):
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
         caches, news, aside_bytes = self.caches, self.news, self.aside_bytes
+        caches.bound_holds()
         if caches.whole is not None and self._space.extent_bytes_max is not None:
             # objects that share their bytes take less than the books say: only what they take together can be too much
             kept_bytes = caches.kept_bytes(aside_bytes, is_restored=news.is_restored)
             caches.whole.books.allow(kept_bytes[id(caches.whole)] + news.coming_bytes)
         news.take_over()
         kept_bytes, now = caches.kept_bytes(aside_bytes, is_restored=news.is_restored), self._now()
-        for cache in caches.all():
-            cache.books.held_bytes_max = held_of(cache.capacity_bytes or self._space.extent_bytes_max)
         return [victim for cache in caches.all() for victim in cache.books.leaving(kept_bytes[id(cache)], now)]
 
     async def _evict(self, victims: Sequence[Victim]) -> None:

@@ -250,6 +250,24 @@ async def test_held_objects_of_one_cache_leave_the_room_of_the_directory_to_othe
         assert len(await keys_of(storage, "cached")) == 18
 
 
+@pytest.mark.parametrize("capacity_bytes", [None, 64 * MIB])
+async def test_pins_in_two_caches_hold_half_of_the_directory_together(
+    tmp_path: Path, capacity_bytes: int | None
+) -> None:
+    """Each cache held half of the directory, so that a third one had no room."""
+    caches = tuple(CacheSettings(bucket, capacity_bytes, Eviction.LRU) for bucket in ("cached", "other", "third"))
+    async with opened(tmp_path, caches=caches, disk_bytes=64 * MIB) as storage:
+        for bucket in ("other", "third"):
+            await storage.objects.create_bucket(KEY, bucket)
+        for bucket in ("cached", "other"):
+            for number in range(30):
+                await put(storage, bucket, f"key-{number:02}", MIB, objectcache_pin="")
+        for number in range(30):
+            await put(storage, "third", f"key-{number:02}", MIB)
+        held = [len(await keys_of(storage, bucket)) for bucket in ("cached", "other")]
+        assert 20 < sum(held) < 30
+
+
 async def test_a_bounded_directory_without_a_cache_refuses_at_once(tmp_path: Path) -> None:
     async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
         assert 8 < await put_until_full(storage, tmp_path) < 60

@@ -10,6 +10,7 @@ from storage_server.cache.policies.policy import EvictionPolicy, Former, Request
 from storage_server.cache.rules.awaited import AwaitedLeases, ExpectedParents
 from storage_server.cache.rules.ends import Births, HoldEnds
 from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.held_bytes import HeldBytes
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
 
 RESTORING_FACTOR = 8
@@ -28,9 +29,11 @@ class Victim:
 
 
 class Books:
-    """Objects are deleted after `ttl_s`, None for never. Times never go back here: earlier ones are taken as now."""
+    """Objects are deleted after `ttl_s`, None for never. The bytes that are held count in `all_held`, too, which caches
+    share. Times never go back here: earlier ones are taken as now.
+    """
 
-    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None) -> None:
+    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None, all_held: HeldBytes | None = None) -> None:
         self._policy = policy
         self._entries: dict[Name, Entry] = {}
         self.expected = ExpectedParents()
@@ -38,11 +41,8 @@ class Books:
         self._awaited = AwaitedLeases()
         self._ends = HoldEnds()
         self._births = Births(ttl_s)
-        self._held_bytes = 0
-        self.held_bytes_max: int | None = None
-        """The most bytes that pin tags and leases may hold, dirty objects included; later ones have no effect, nor have
-        those of an object that becomes clean above it. None: any amount.
-        """
+        self.held = HeldBytes(all_held)
+        """Pin tags and leases above its bounds have no effect, nor have those of an object that becomes clean then."""
         self.refused_count = 0
         """Pin tags and leases that had no effect for that reason."""
         self._leaving: dict[Name, Victim] = {}
@@ -57,7 +57,7 @@ class Books:
     @property
     def evictable_bytes(self) -> int:
         """The space of the objects that no pin, lease or dirty state holds."""
-        return self._policy.used_bytes - self._held_bytes
+        return self._policy.used_bytes - self.held.nbytes
 
     @property
     def count(self) -> int:
@@ -100,7 +100,7 @@ class Books:
         if entry is not None:
             if entry.is_held:
                 self._policy.unpin([name])
-                self._held_bytes -= entry.nbytes
+                self.held.add(-entry.nbytes)
             self._policy.remove(name)
             self._forget(name)
 
@@ -234,19 +234,20 @@ class Books:
     def _set(self, name: Name, entry: Entry) -> None:
         """Replace what is known of an object, and hold it, or let it go, as that says."""
         known = self._entries[name]
-        limit_bytes = self.held_bytes_max
-        others_bytes = self._held_bytes - (known.nbytes if known.is_held else 0)
+        if known.is_held:
+            self.held.add(-known.nbytes)
         was_limited = known.is_held and not known.is_dirty
         is_limited = entry.is_held and not entry.is_dirty
-        if is_limited and not was_limited and limit_bytes is not None and others_bytes + entry.nbytes > limit_bytes:
+        if is_limited and not was_limited and not self.held.has_room(entry.nbytes):
             has_idle_pin = entry.has_idle_pin or entry.pinned_until is not None
             entry = entry._replace(pinned_until=None, leased_until=None, has_idle_pin=has_idle_pin)
             self.refused_count += 1
+        if entry.is_held:
+            self.held.add(entry.nbytes)
         if entry.is_held and not known.is_held:
             self._policy.pin([name])
         elif known.is_held and not entry.is_held:
             self._policy.unpin([name])
-        self._held_bytes = others_bytes + (entry.nbytes if entry.is_held else 0)
         ends = [end for end in (entry.pinned_until, entry.leased_until) if end is not None]
         if ends:
             self._ends.note(name, min(ends))

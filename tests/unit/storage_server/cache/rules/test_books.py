@@ -17,6 +17,7 @@ from storage_server.cache.policies.reuse_value import ReuseValue
 from storage_server.cache.rules import awaited
 from storage_server.cache.rules.books import Books, Victim
 from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.held_bytes import HeldBytes
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S
 
 BUCKET = "cached"
@@ -352,7 +353,7 @@ def test_leases_of_what_never_comes_take_a_bounded_part_of_the_memory(monkeypatc
 def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
     """One caller must not close the cache to others."""
     books = filled("abcd", made())
-    books.held_bytes_max = 2
+    books.held.bytes_max = 2
     books.lease(BUCKET, list("abcd"), 50.0)
     assert left(books.leaving(0, 10.0)) == "cd"
     assert books.refused_count == 2
@@ -363,9 +364,24 @@ def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
     assert left(books.leaving(0, 60.0)) == "b"
 
 
+def test_caches_of_one_directory_hold_a_part_of_it_together() -> None:
+    """Each counted its own holds, so that two caches held all of the directory."""
+    all_held = HeldBytes()
+    all_held.bytes_max = 3
+    one, other = (Books(POLICIES[Eviction.LRU](100), None, all_held) for _ in range(2))
+    for books in (one, other):
+        books.held.bytes_max = 2
+        for key in "abc":
+            books.put((BUCKET, key), entry(1.0, pinned_until=60.0))
+    assert (left(one.leaving(0, 2.0)), left(other.leaving(0, 2.0))) == ("c", "bc")
+    one.remove((BUCKET, "a"))
+    other.put((BUCKET, "b"), entry(2.0, pinned_until=60.0))
+    assert (left(other.leaving(0, 3.0)), all_held.nbytes) == ("", 3)
+
+
 def test_dirty_objects_stay_whatever_others_hold_until_they_are_clean() -> None:
     books = filled("ab", made())
-    books.held_bytes_max = 1
+    books.held.bytes_max = 1
     books.lease(BUCKET, ["a"], 50.0)
     for key in "de":
         books.put((BUCKET, key), entry(11.0, is_dirty=True))
@@ -380,7 +396,7 @@ def test_dirty_objects_stay_whatever_others_hold_until_they_are_clean() -> None:
 def test_a_pin_without_effect_is_known_as_long_as_the_object_has_it() -> None:
     """Whoever deletes a victim ignores such a pin: without one it must look, and with one it must not."""
     books = filled("ab", made())
-    books.held_bytes_max = 1
+    books.held.bytes_max = 1
     books.lease(BUCKET, ["a"], 20.0)
     books.put((BUCKET, "b"), entry(1.0, pinned_until=math.inf))
     assert books.refused_count == 1
@@ -388,7 +404,7 @@ def test_a_pin_without_effect_is_known_as_long_as_the_object_has_it() -> None:
     books.lease(BUCKET, ["b"], 30.0)
     assert [victim.entry.has_idle_pin for victim in books.leaving(0, 30.0)] == [False, True]
     for pinned_until in (math.inf, None):
-        books.held_bytes_max = 0
+        books.held.bytes_max = 0
         books.put((BUCKET, "b"), entry(1.0, pinned_until=pinned_until))
     assert [victim.entry.has_idle_pin for victim in books.leaving(0, 40.0)] == [False]
 
@@ -397,7 +413,7 @@ def test_a_pin_without_effect_is_known_as_long_as_the_object_has_it() -> None:
 def test_holds_of_objects_that_become_clean_count_like_new_ones(hold: str) -> None:
     """Objects got their holds while they were dirty, without the limit, and kept the whole cache with them."""
     books = made()
-    books.held_bytes_max = 2
+    books.held.bytes_max = 2
     pinned_until = 60.0 if hold == "pin" else None
     for key in "abcd":
         books.put((BUCKET, key), entry(1.0, is_dirty=True, pinned_until=pinned_until))
