@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from descriptors.chunk_names import is_chunk, is_chunk_key
@@ -41,6 +42,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, UploadsApi
+from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.threads import computed, finished, to_end
 from storage_server.delivery.gather.landing import Landing
@@ -55,6 +57,7 @@ from storage_server.home.key_locks import KeyLocks
 from storage_server.home.own_keys import OwnKeys
 from storage_server.home.passing_body import CountedBody, EndedBody, RatedBody
 from storage_server.home.remote_dram.remote_dram import RemoteDram
+from storage_server.home.remote_dram.unremoved_mark import UnremovedMark
 from storage_server.home.revalidation import PASSES, Revalidation
 from storage_server.home.rules.merged_list import dirty_after, merged
 from storage_server.home.rules.proof import make_proof
@@ -75,14 +78,15 @@ _T = TypeVar("_T")
 
 
 def further_tiers(
-    settings: UpstreamSettings, objects: HomeObjects, own: OwnKeys | None, copies: PeerCopies | None
+    settings: UpstreamSettings, data_dir: Path, objects: HomeObjects, own: OwnKeys | None, copies: PeerCopies | None
 ) -> Sequence[FurtherTier]:
     """The tiers between the cache and home, in the order in which they are asked."""
     tiers: list[FurtherTier] = []
     there = settings.remote_dram
     if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
         keep_s = settings.chunk_revalidate_s / PASSES
-        tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s))
+        mark = UnremovedMark(Beneath(data_dir, "remote-dram-unremoved"))
+        tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s, mark=mark))
     if own is not None and copies is not None:
         tiers.append(FormerKeepers(objects, own.former_keeper, copies))
     return tiers
@@ -109,7 +113,7 @@ class UpstreamHome:
         service.on_changed(self._forget_changed)
         plain = self.service.objects
         locks = KeyLocks()
-        self.tiers = further_tiers(settings, plain, own, copies)
+        self.tiers = further_tiers(settings, cache.settings.data_dir, plain, own, copies)
         landings = (each.landing(settings.landing_bytes) for each in self.tiers)
         landing = next((each for each in landings if each is not None), None) or Landing(settings.landing_bytes)
         self.fetches = Fetches(plain, cache, locks, settings.fetches_max, landing, self.tiers)

@@ -17,6 +17,7 @@ from bench.beds.kv_peers.install import MOONCAKE
 from bench.beds.kv_peers.running import borrowed_mooncake, running_owner
 from bench.beds.processes import BaselineError
 from descriptors.descriptor import Delivery
+from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from nixl_client.client import Client
 from objectcache.adapters.memory_area import SharedArea
@@ -159,6 +160,36 @@ def test_an_overwrite_and_a_deletion_leave_nothing_there(
 def evicted(server: LocalStack, keys: list[str]) -> None:
     """As eviction does it: clean copies leave the cache."""
     server.call(server.storage.store.objects.delete_objects("", "chunks", keys))
+
+
+@pytest.mark.parametrize("change", ["overwrite", "DELETE"])
+def test_a_change_that_the_store_was_not_told_of_holds_after_a_restart(
+    home: LocalStack, played: PlayedMooncake, tmp_path: Path, change: str
+) -> None:
+    """Both were acknowledged while the store could not be reached. A restart must not bring the old bytes again."""
+    settings = UpstreamSettings(home.url, *OWNER, remote_dram=RemoteDramSettings("mooncake://127.0.0.1:1"))
+    keys, chunks = stored(home, (home, home), tmp_path, 22)
+    _, newer = make_chunks(N, LAYOUT, 23)
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert fetched(one, keys, chunks)
+        assert eventually(lambda: len(played.stored) == N)
+        played.fails = NO_MASTER
+        with one.client("chunks", "http") as client:
+            if change == "DELETE":
+                client.delete(keys)
+            else:
+                client.put_chunks(keys, list(newer))
+    played.fails = 0
+    assert len(played.stored) == N
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        if change == "DELETE":
+            with pytest.raises(ChunkUnavailable):
+                fetched(one, keys, chunks)
+        else:
+            evicted(one, keys)
+            assert fetched(one, keys, newer)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import Name
 from storage_server.home.remote_dram import mooncake_process
 from storage_server.home.remote_dram.mooncake_process import MooncakeClient
+from storage_server.home.remote_dram.unremoved_mark import UnremovedMark
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from storage_server.settings import RemoteDramSettings
 
@@ -49,22 +50,29 @@ Connect = Callable[[RemoteDramSettings, Sequence[SharedArea]], Awaitable[Mooncak
 
 
 class RemoteDram(FurtherTier):
-    """The chunks of one home, which `namespace` names, as others keep them for at most `keep_s` (0: for ever). Used on
-    one event loop. `start` before use, `close` after.
+    """The chunks of one home, which `namespace` names, as others keep them for at most `keep_s` (0: for ever). With
+    `mark` a restart knows of chunks that could not be removed. Used on one event loop. `start` before use, `close`
+    after.
     """
 
     def __init__(
-        self, settings: RemoteDramSettings, namespace: str, keep_s: float, connect: Connect | None = None
+        self,
+        settings: RemoteDramSettings,
+        namespace: str,
+        keep_s: float,
+        connect: Connect | None = None,
+        mark: UnremovedMark | None = None,
     ) -> None:
         self._settings = settings
         self._prefix = f"objectcache/{sha256(namespace.encode()).hexdigest()[:16]}"
         self._keep_s = keep_s
         self._connect = connect
+        self._mark = mark
         self._client: MooncakeClient | None = None
         self._reading, self._writing, self._removing_turn = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._is_overdue = False
         """Whether the read under way has taken too long. Until it ends no other one can begin, so none waits for it."""
-        self._removing: asyncio.Task[None] | None = None
+        self._removing: asyncio.Task[bool] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._entries = SharedArea(2 * ENTRY_BYTES)
         """The entries of the chunk that is read, and of the one that is written."""
@@ -96,6 +104,8 @@ class RemoteDram(FurtherTier):
         """Begin to join the store. Raises RemoteDramError where its client is not installed."""
         if self._connect is None:
             mooncake_process.require_client()
+        if self._mark is not None:
+            self._removed_before = await asyncio.to_thread(self._mark.read, time.time())
         self._join_again()
 
     async def close(self) -> None:
@@ -201,17 +211,21 @@ class RemoteDram(FurtherTier):
             _, self._removed_before = self._removed.popitem(last=False)
 
     async def remove(self, bucket: str, keys: Sequence[str]) -> None:
-        """Remove these chunks, as far as the store can be reached; and distrust them."""
+        """Remove these chunks, as far as the store can be reached; and distrust them, also after a restart."""
+        if not keys:
+            return
         self.distrust(bucket, keys)
-        call = self.begin_removal(bucket, keys)
+        call, are_gone = self.begin_removal(bucket, keys), False
         if call is not None:
             await asyncio.wait([call], timeout=REMOVE_WAIT_S)
             if not call.done():
                 self._failed("a removal takes too long")
             elif not call.cancelled():
-                self._result(call)
+                are_gone = self._result(call) is True
+        if not are_gone and self._mark is not None:
+            await asyncio.to_thread(self._mark.cover, time.time())
 
-    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
+    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[bool] | None:
         """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
         is_stuck = self._removing is not None and not self._removing.done() and not self.is_usable
         if not keys or not self.is_usable or is_stuck:
@@ -300,21 +314,26 @@ class RemoteDram(FurtherTier):
                 self._note(code)
             return code == 0
 
-    async def _remove(self, names: Sequence[Name]) -> None:
-        """A chunk that is being written, here or by another server, cannot be removed before that has ended."""
+    async def _remove(self, names: Sequence[Name]) -> bool:
+        """Whether all are gone. A chunk that is being written, here or by another server, cannot be removed before that
+        has ended.
+        """
         async with self._removing_turn:
             if self._written is not None and self._written[0] in names:
                 await asyncio.wait([self._written[1]], timeout=REMOVE_WAIT_S)
             keys = [self._key(*name) for name in names]
+            are_gone = True
             for _ in range(REMOVE_ATTEMPTS):
                 if self._client is None:
-                    return
+                    return False
                 codes = await self._client.remove(keys)
                 self._note(min((code for code in codes if code != NOT_FOUND), default=0))
+                are_gone = are_gone and all(code >= 0 or code in (NOT_FOUND, NOT_READY) for code in codes)
                 keys = [key for key, code in zip(keys, codes, strict=True) if code == NOT_READY]
                 if not keys:
-                    return
+                    return are_gone
                 await asyncio.sleep(REMOVE_AGAIN_S)
+            return False
 
     def _note(self, code: int) -> None:
         """An answer. One that comes during a pause was waited for too long, and says nothing good of the store."""

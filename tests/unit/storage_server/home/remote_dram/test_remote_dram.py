@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.objects import Attributes, ObjectInfo
+from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.memory_area import SharedArea
 from storage_server.delivery.gather.landing import Landed, Landing
 from storage_server.home.remote_dram import mooncake_process
 from storage_server.home.remote_dram import remote_dram as module
 from storage_server.home.remote_dram.mooncake_process import RemoteDramError
 from storage_server.home.remote_dram.remote_dram import RemoteDram
+from storage_server.home.remote_dram.unremoved_mark import SPARE_S, UnremovedMark
 from storage_server.home.rules.proof import make_proof
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from storage_server.planning.block_checksums import BlockChecksums
@@ -85,14 +88,17 @@ class Bed:
 
 @asynccontextmanager
 async def made(
-    keep_s: float = 3600.0, namespace: str = "home", joined: PlayedMooncake | None = None
+    keep_s: float = 3600.0,
+    namespace: str = "home",
+    joined: PlayedMooncake | None = None,
+    mark: UnremovedMark | None = None,
 ) -> AsyncIterator[Bed]:
     store = joined or PlayedMooncake()
 
     async def connect(_: RemoteDramSettings, areas: Sequence[SharedArea]) -> PlayedMooncake:
         return store
 
-    remote = RemoteDram(SETTINGS, namespace, keep_s, connect)
+    remote = RemoteDram(SETTINGS, namespace, keep_s, connect, mark)
     landing = remote.landing(8 << 20)
     await remote.start()
     await until(lambda: remote.is_usable)
@@ -173,6 +179,71 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
         assert await bed.read() is None
         await bed.admitted(b"2" * NBYTES)
         assert await bed.read() == b"2" * NBYTES
+
+
+class GoneMooncake(PlayedMooncake):
+    """A store whose client takes each removal, and does not carry it out."""
+
+    async def remove(self, keys: Sequence[str]) -> list[int]:
+        raise ConnectionError("gone")
+
+
+class WritingMooncake(PlayedMooncake):
+    """A store in which another server is writing all chunks."""
+
+    async def remove(self, keys: Sequence[str]) -> list[int]:
+        return [module.NOT_READY] * len(keys)
+
+
+@pytest.mark.parametrize("harm", ["no master", "gone", "is written", "pause"])
+async def test_a_chunk_that_could_not_be_removed_is_not_read_after_a_restart(
+    tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overwrite or a DELETE was acknowledged, and the same server brought the old bytes again."""
+    monkeypatch.setattr(module, "REMOVE_AGAIN_S", 0.001)
+    mark = Beneath(tmp_path, "mark")
+    store = {"gone": GoneMooncake, "is written": WritingMooncake}.get(harm, PlayedMooncake)()
+    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+        await bed.admitted(b"1" * NBYTES)
+        if harm == "no master":
+            store.fails = NO_MASTER
+        elif harm == "pause":
+            bed.remote._failed("played")
+        await bed.remote.remove("bucket", [KEY])
+        store.fails = 0
+    assert store.stored
+    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+        assert await bed.read() is None
+        await bed.admitted(b"2" * NBYTES)
+        assert await bed.read() == b"2" * NBYTES
+
+
+async def test_a_restart_reads_on_where_all_removals_were_carried_out(tmp_path: Path) -> None:
+    store, mark = PlayedMooncake(), Beneath(tmp_path, "mark")
+    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+        await bed.admitted(b"1" * NBYTES)
+        await bed.remote.remove("bucket", ["b" * 64])
+        await bed.remote.remove("bucket", [])
+    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+        assert await bed.read() == b"1" * NBYTES
+
+
+def test_removals_that_come_soon_after_another_need_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store cannot be reached each overwrite would wait for the disk."""
+    written: list[bytes] = []
+    monkeypatch.setattr(Beneath, "write", lambda _, data: written.append(data))
+    mark = UnremovedMark(Beneath(tmp_path, "mark"))
+    for now_s in (100.0, 101.0, 100.0 + SPARE_S, 120.0, 50.0):
+        mark.cover(now_s)
+    assert written == [b"110.0", b"130.0", b"60.0"]
+
+
+def test_a_mark_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path) -> None:
+    mark, file = UnremovedMark(Beneath(tmp_path, "mark")), tmp_path / "mark"
+    assert mark.read(100.0) == 0.0
+    for text, time_s in (("", 100.0), ("x" * 100, 100.0), ("90.5", 90.5), ("110", 100.0), ("nan", 100.0)):
+        file.write_text(text)
+        assert mark.read(100.0) == time_s
 
 
 async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
