@@ -15,7 +15,9 @@ from nixl_client.transports.buffers import Buffer, as_buffer
 from objectcache.adapters.nixl_memory import Memory
 
 _allocated: dict[int, SharedMemory] = {}
-"""By address. No lock: a finalizer may run in the midst of anything, and single operations of a dict are atomic."""
+"""By file descriptor: while one mapping goes, another may get its address before the finalizer has run. No lock: a
+finalizer may run in the midst of anything, and single operations of a dict are atomic.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,17 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
         raise
     array = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
     address = int(array.ctypes.data)
-    _allocated[address] = SharedMemory(address, size, fd, weakref.ref(mapping))
-    weakref.finalize(mapping, _forget, address, fd)
+    _allocated[fd] = SharedMemory(address, size, fd, weakref.ref(mapping))
+    weakref.finalize(mapping, _forget, fd)
     return array
 
 
 def find(memory: Memory) -> SharedMemory | None:
     """The allocation `memory` lies in; None for memory of another kind."""
-    return next((shared for shared in list(_allocated.values()) if shared.holds(memory)), None)
+    there = (shared for shared in list(_allocated.values()) if shared.mapping() is not None)
+    return next((shared for shared in there if shared.holds(memory)), None)
 
 
-def _forget(address: int, fd: int) -> None:
-    _allocated.pop(address, None)
+def _forget(fd: int) -> None:
+    del _allocated[fd]  # before the descriptor may be another's
     os.close(fd)
