@@ -85,6 +85,10 @@ class Cache:
         """The bytes of objects and parts together."""
         return self.used_bytes + self.part_bytes
 
+    def is_gone(self, key: str) -> bool:
+        """Whether the bucket has no such key any more. Of the whole directory nobody counts the keys: none is gone."""
+        return self.bucket is not None and key not in self.sizes_bytes
+
     def count(self, key: str, nbytes: int) -> None:
         """Count a key that is not counted yet."""
         self.sizes_bytes[key] = nbytes

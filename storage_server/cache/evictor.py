@@ -314,7 +314,7 @@ class Evictor(Watcher):
         """Runs in the thread."""
         self.news.take_over()
         cache = self.caches.of(victim.bucket)
-        return cache is None or not cache.books.takes_back(victim)
+        return cache is None or cache.is_gone(victim.key) or not cache.books.takes_back(victim)
 
     @asynccontextmanager
     async def _leaving(self, victim: Victim) -> AsyncIterator[bool]:
@@ -380,12 +380,12 @@ class Evictor(Watcher):
             cache.eviction_age_s = max(0.0, self._now() - victims[-1].entry.used_at)
 
     async def _take_back(self, victims: Sequence[Victim]) -> None:
-        """Note again what did not leave, unless its key shows something else by now."""
+        """Note again what did not leave, unless its key shows something else, or nothing, by now."""
 
         def put_back() -> None:
             for victim in victims:
                 cache = self.caches.of(victim.bucket)
-                if cache is not None and not cache.books.takes_back(victim):
+                if cache is not None and not cache.is_gone(victim.key) and not cache.books.takes_back(victim):
                     cache.books.put((victim.bucket, victim.key), victim.entry)
 
         await self._io.run(put_back)

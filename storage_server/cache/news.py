@@ -134,8 +134,11 @@ class News:
         left: list[Victim] = []
         for victim in victims:
             cache = self._caches.of(victim.bucket)
-            if cache is None or not ((victim.bucket, victim.key) in wanted or cache.books.takes_back(victim)):
+            if cache is None or cache.is_gone(victim.key):
                 left.append(victim)
-            elif (victim.bucket, victim.key) in wanted:
-                cache.books.put((victim.bucket, victim.key), victim.entry)
+            elif not cache.books.takes_back(victim):
+                if (victim.bucket, victim.key) in wanted:
+                    cache.books.put((victim.bucket, victim.key), victim.entry)
+                else:
+                    left.append(victim)
         return left

@@ -496,6 +496,38 @@ async def test_a_lease_that_the_books_were_told_of_meanwhile_keeps_a_victim(tmp_
         assert await _keys(store) == ["a"]
 
 
+@pytest.mark.parametrize("has_lease", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_victim_that_was_deleted_meanwhile_does_not_come_back(
+    tmp_path: Path, fails: bool, has_lease: bool
+) -> None:
+    """The books had an object then that nobody has, and others left for it. The lookup has read the index before."""
+    async with with_victims(tmp_path, "a") as (store, victims):
+        cache = store.evictor.caches.of("cached")
+        assert cache is not None
+        cache.books.allow(MIB)
+        if has_lease:
+            assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
+        await store.objects.delete_object("k", "cached", "a")
+        store.evictor.news.take_over()
+        assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
+        await (store.evictor._take_back(victims) if fails else store.evictor._evict(victims))
+        assert cache.books.count == 0
+
+
+async def test_a_victim_keeps_the_pin_that_the_books_know_where_it_is_leased_too(tmp_path: Path) -> None:
+    """The victim is older than the pin: it is not put into the books again."""
+    async with with_victims(tmp_path, "a") as (store, victims):
+        await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": ""})
+        store.evictor.news.take_over()
+        assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
+        await store.evictor._evict(victims)
+        cache = store.evictor.caches.of("cached")
+        assert cache is not None
+        store.evictor.news.take_over()
+        assert cache.books.leaving(0, time.time() + 61.0) == []
+
+
 async def test_uses_of_what_was_deleted_leave_no_row(tmp_path: Path) -> None:
     """30,000 leases of deleted chunks took 36 MB of the index until the next start."""
     async with with_victims(tmp_path, "a") as (store, _):
