@@ -137,8 +137,12 @@ class Objects(Reads):
             source = self._index.here(lambda db: _find_source(db, request.source))
             check_size(source.info.nbytes, self._object_bytes_max)
             copied = await self._described_copy(access_key, request, source)
+            created_at = self._index.here(lambda db: queries.bucket(db, request.bucket)).created_at
 
-            def publish(tx: Transaction, seen: StoredObject = source, made: ObjectInfo = copied) -> ObjectInfo:
+            def publish(
+                tx: Transaction, seen: StoredObject = source, made: ObjectInfo = copied, since: float = created_at
+            ) -> ObjectInfo:
+                transaction.require_same_bucket(tx.db, request.bucket, since)
                 return transaction.copy(tx, request, seen, made, time.time())
 
             try:

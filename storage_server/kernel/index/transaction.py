@@ -253,12 +253,12 @@ def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
 
 
 def require_same_bucket(db: sqlite3.Connection, bucket: str, created_at: float) -> None:
-    """A body came into room of a bucket that may be gone by now, and made anew with other bounds. Raises ServerError
-    (SlowDown) then.
+    """A body or a copy has room of a bucket that may be gone by now, and made anew with other bounds. Raises
+    ServerError(SlowDown) then.
     """
     row = db.execute("SELECT created_at FROM buckets WHERE name = ?", (bucket,)).fetchone()
     if row is not None and row[0] != created_at:
-        problem = f"the bucket {bucket} was made anew while the body came"
+        problem = f"the bucket {bucket} was made anew meanwhile"
         raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
 
 

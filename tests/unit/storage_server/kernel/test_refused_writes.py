@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,18 @@ from hypothesis import strategies as st
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.objects import BodyDigests, ListRequest, PartRequest, PutRequest, UploadRef, UploadRequest
+from descriptors.objects import (
+    CACHE_BYTES_MIN,
+    BodyDigests,
+    BucketCache,
+    CopyRequest,
+    ListRequest,
+    PartRequest,
+    PutRequest,
+    ReadRequest,
+    UploadRef,
+    UploadRequest,
+)
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel.data import arriving_bodies, bound
 from storage_server.settings import CacheSettings
@@ -194,6 +206,31 @@ def test_what_no_row_names_takes_no_space(
         store.close()
 
     asyncio.run(carry_out(tmp_path_factory.mktemp("store")))
+
+
+async def test_a_copy_does_not_come_into_a_bucket_that_was_made_anew_with_another_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy has room of the bucket that is gone: the new one would have more than its bound."""
+    store = await opened(tmp_path)
+    await store.objects.create_bucket("k", "bbb")
+    await store.objects.create_bucket("k", "anew")
+    await put(store, "source", bytes(CACHE_BYTES_MIN + 1))
+    change = store.objects._change
+
+    async def change_later(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(store.objects, "_change", change)
+        await store.objects.delete_bucket("k", "anew")
+        await store.objects.create_bucket("k", "anew", BucketCache(CACHE_BYTES_MIN))
+        return await change(*arguments, **named)
+
+    monkeypatch.setattr(store.objects, "_change", change_later)
+    copy = CopyRequest(ReadRequest("bbb", "source"), "anew", "copy")
+    with pytest.raises(ServerError, match="made anew"):
+        await store.objects.copy_object("k", copy)
+    with pytest.raises(ServerError, match="smaller than the object"):
+        await store.objects.copy_object("k", copy)
+    store.close()
 
 
 @pytest.mark.parametrize("what", ["a bounded cache", "a bounded directory", "a bounded bucket"])
