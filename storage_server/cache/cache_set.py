@@ -13,7 +13,7 @@ from descriptors.units import GIB
 from storage_server.cache.caches import Cache, ahead_bytes_of, spare_bytes_of
 from storage_server.cache.policies.choice import policy_of
 from storage_server.cache.rules.books import Books
-from storage_server.cache.rules.held_bytes import HeldBytes
+from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.space import OFFERED_FRACTION, Space
 from storage_server.settings import CacheSettings
@@ -50,7 +50,7 @@ class CacheSet:
         self._want = want
         self._growth = growth
         self._free_bytes = free_bytes
-        self._held = HeldBytes()
+        self._held = HoldBudget()
         """By pins, leases and dirty objects of all caches together."""
         what = "the half of the directory that parts of open uploads in caches may take"
         self._parts_bound = Bound(

@@ -10,7 +10,7 @@ from storage_server.cache.policies.policy import EvictionPolicy, Former, Request
 from storage_server.cache.rules.awaited import AwaitedLeases, ExpectedParents
 from storage_server.cache.rules.ends import Births, HoldEnds
 from storage_server.cache.rules.entry import Entry, Name
-from storage_server.cache.rules.held_bytes import HeldBytes
+from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
 
 RESTORING_FACTOR = 8
@@ -33,7 +33,7 @@ class Books:
     share. Times never go back here: earlier ones are taken as now.
     """
 
-    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None, all_held: HeldBytes | None = None) -> None:
+    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None, all_held: HoldBudget | None = None) -> None:
         self._policy = policy
         self._entries: dict[Name, Entry] = {}
         self.expected = ExpectedParents()
@@ -41,7 +41,7 @@ class Books:
         self._awaited = AwaitedLeases()
         self._ends = HoldEnds()
         self._births = Births(ttl_s)
-        self.held = HeldBytes(all_held)
+        self.held = HoldBudget(all_held)
         """Pin tags and leases above its bounds have no effect, nor have those of an object that becomes clean then."""
         self.refused_count = 0
         """Pin tags and leases that had no effect for that reason."""

@@ -17,7 +17,7 @@ from storage_server.cache.policies.reuse_value import ReuseValue
 from storage_server.cache.rules import awaited
 from storage_server.cache.rules.books import Books, Victim
 from storage_server.cache.rules.entry import Entry, Name
-from storage_server.cache.rules.held_bytes import HeldBytes
+from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S
 
 BUCKET = "cached"
@@ -366,7 +366,7 @@ def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
 
 def test_caches_of_one_directory_hold_a_part_of_it_together() -> None:
     """Each counted its own holds, so that two caches held all of the directory."""
-    all_held = HeldBytes()
+    all_held = HoldBudget()
     all_held.bytes_max = 3
     one, other = (Books(POLICIES[Eviction.LRU](100), None, all_held) for _ in range(2))
     for books in (one, other):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-class HeldBytes:
+class HoldBudget:
     """The bytes that pins, leases and dirty objects hold in one cache, which count among those of `all_caches`, too."""
 
-    def __init__(self, all_caches: HeldBytes | None = None) -> None:
+    def __init__(self, all_caches: HoldBudget | None = None) -> None:
         self._all_caches = all_caches
         self.nbytes = 0
         self.bytes_max: int | None = None
