@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from storage_server.home.directory.rules.records import BodyRow, Record
+from storage_server.home.directory.rules.records import BodyRow, Record, is_named
 from storage_server.home.service import Shown
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.rules.rows import Touched, TouchedKind
@@ -85,7 +85,8 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
             records.append(Record(about, now_stamp, row, bodies))
             continue
         before = _holding(db, about)
-        if about.kind != "part" and before is not None and not before[2]:
+        is_known = before is not None and not before[2] and is_named(about)  # releases before gave other names, too
+        if about.kind != "part" and before is not None and is_known:
             records.append(Record(about, before[0] + 1, None))
     return sorted(records, key=lambda record: _ORDER[record.about.kind])
 

@@ -14,6 +14,7 @@ from descriptors.chunk_names import is_chunk
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import (
+    Attributes,
     CompleteRequest,
     CopyRequest,
     ListPage,
@@ -45,6 +46,7 @@ from storage_server.home.rules.proof import Proof
 from storage_server.home.rules.refusals import unreachable
 from storage_server.home.service import Sent
 from storage_server.kernel.objects import Objects
+from storage_server.kernel.rules.plain_rows import is_key, unplain_field
 from storage_server.kernel.uploads import Uploads
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
@@ -65,6 +67,7 @@ class SharedObjects(SharedBuckets):
         self._reads = reads
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        _require_recordable(request.key, request.attributes)
         if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
             await self._following.read_journals()
         else:
@@ -138,6 +141,8 @@ class SharedObjects(SharedBuckets):
         return await self._objects.object_parts(access_key, bucket, key)
 
     async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
+        headers = {} if request.attributes is None else request.attributes.headers
+        _require_recordable(request.key, Attributes(headers, request.tags or {}, request.storage_class))
         await self._following.read_journals()
         return await self._objects.copy_object(access_key, request)
 
@@ -152,6 +157,7 @@ class SharedObjects(SharedBuckets):
         return await self._objects.delete_objects(access_key, bucket, keys)
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
+        _require_recordable(key, Attributes(tags=tags))
         await self._following.read_journals()
         await self._objects.set_tags(access_key, bucket, key, tags)
 
@@ -202,6 +208,14 @@ class SharedObjects(SharedBuckets):
         return any(not self._files.place(extent.file_id).exists() for extent in locations)
 
 
+def _require_recordable(key: str, attributes: Attributes) -> None:
+    """Raises CallerError for what no record can have, since other servers would pass over it."""
+    field = unplain_field(attributes) if is_key(key) else "key"
+    if field is not None:
+        problem = "a shared directory cannot have this key, or a header of this name or value"
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=field)
+
+
 def _gone() -> CallerError:
     return CallerError(ErrorCode.NO_SUCH_KEY, "the object's bytes are damaged, or gone", field="key")
 
@@ -224,6 +238,7 @@ class SharedUploads:
         self._following = following
 
     async def create_upload(self, access_key: str, request: UploadRequest) -> str:
+        _require_recordable(request.key, request.attributes)
         await self._following.read_journals()
         return await self._uploads.create_upload(access_key, request)
 

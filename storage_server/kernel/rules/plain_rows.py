@@ -13,6 +13,7 @@ TEXT_BYTES_MAX = 64 * KIB
 SIZE_MAX = 1 << 62
 HEADERS_MAX, TAGS_MAX = 256, 64
 CHECKSUM_BYTES_MAX, NAME_BYTES_MAX = 256, 1024
+KEY_BYTES_MAX = 1024
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,256}\Z")
 _STORAGE_CLASS = re.compile(r"[0-9A-Z_-]{1,64}\Z")
 _TAG = re.compile(r"[!#-~]{0,128}\Z")
@@ -48,23 +49,33 @@ def is_plain(found: StoredObject) -> bool:
     )
 
 
+def is_key(key: str) -> bool:
+    """Whether an object can have this key."""
+    return 0 < len(key.encode()) <= KEY_BYTES_MAX and "\0" not in key
+
+
 def are_plain(attributes: Attributes) -> bool:
     """Whether the attributes are texts that an answer can have."""
-    headers, tags = attributes.headers, attributes.tags
-    if (
-        not isinstance(headers, dict)
-        or not isinstance(tags, dict)
-        or len(headers) > HEADERS_MAX
-        or len(tags) > TAGS_MAX
-    ):
-        return False
-    texts = (*headers.values(), *tags, *tags.values())
-    return (
-        all(_HEADER.match(name) is not None for name in headers)
-        and all(_is_text(text, TEXT_BYTES_MAX) for text in texts)
-        and isinstance(attributes.storage_class, str)
-        and _STORAGE_CLASS.match(attributes.storage_class) is not None
-    )
+    return unplain_field(attributes) is None
+
+
+def unplain_field(attributes: Attributes) -> str | None:
+    """The first field of the attributes that no answer can have: a header's name, or that of the header that sets it.
+    None says that all are plain.
+    """
+    headers, tags, storage_class = attributes.headers, attributes.tags, attributes.storage_class
+    if not isinstance(headers, dict) or len(headers) > HEADERS_MAX:
+        return "headers"
+    for name, value in headers.items():
+        if _HEADER.match(name) is None or not _is_text(value, TEXT_BYTES_MAX):
+            return name
+    if not isinstance(tags, dict) or len(tags) > TAGS_MAX:
+        return "x-amz-tagging"
+    if not all(_is_text(text, TEXT_BYTES_MAX) for text in (*tags, *tags.values())):
+        return "x-amz-tagging"
+    if not isinstance(storage_class, str) or _STORAGE_CLASS.match(storage_class) is None:
+        return "x-amz-storage-class"
+    return None
 
 
 def _is_text(value: object, length_max: int) -> bool:

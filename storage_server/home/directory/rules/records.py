@@ -8,6 +8,7 @@ frame has the records of one transaction, or some of them:
 
 All numbers are little-endian. A frame that is cut off, or whose checksum is wrong, ends what can be read of a journal.
 A record that makes no sense is passed over: whoever wrote it harms nothing else, and everybody passes over the same.
+Writers make the readers' checks first, so that no change is acknowledged that others pass over.
 
 JSON is parsed in pieces of PIECE_BYTES, since the parser lets no other thread run meanwhile. A frame of one piece is
 carried out at once. Larger frames are cut between records, and larger records between bodies. Writers make larger
@@ -36,6 +37,7 @@ from storage_server.kernel.rules.plain_rows import (
     SIZE_MAX,
     TEXT_BYTES_MAX,
     are_plain,
+    is_key,
     is_plain,
     is_tag,
     is_time,
@@ -57,7 +59,6 @@ OBJECT_BYTES_MAX = 160 * GIB
 FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 253_402_300_799_000_000
 """The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
-KEY_BYTES_MAX = 1024
 BODIES_MAX = PART_NUMBER_MAX
 RULE_VALUES_MAX = 10_000
 """Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
@@ -80,12 +81,14 @@ that ends a string has no letter behind it: so JSON has these bytes only between
 _BEHIND_BODY = (b'"],[',)
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LARGE = re.compile(
-    rb'\["(?:bucket|object|part)",%b,%b,\d{1,19},\[(?:[^\[\]"]|%b)*+\],\[' % (_STRING, _STRING, _STRING)
+    rb'\["(?:bucket|object|upload|part)",%b,%b,\d{1,19},\[(?:[^\[\]"]|%b)*+\],\[' % (_STRING, _STRING, _STRING)
 )
 """The front of a large record, up to its bodies."""
 _LARGE_BODY = re.compile(rb'\[[^\[\]"]{0,80}+%b,\d{1,19},%b,[^\[\]"]{1,40}+(?:%b,)?+"' % (_STRING, _STRING, _STRING))
 """The front of a large body, up to its checksums."""
 _Type = type | tuple[type, ...]
+_BODY_TYPES: tuple[_Type, ...] = (int, int, int, str, int, str, (int, float), (str, type(None)))
+"""The types of a body's fields before its checksums."""
 NoteBad = Callable[..., None]
 """Called with the reason and, if they are more than one, the rows of a record that is passed over."""
 _ROW_TYPES: dict[TouchedKind, tuple[_Type, ...]] = {
@@ -189,8 +192,11 @@ def framed(records: Iterable[Record]) -> Iterator[bytes]:
 
 def fits(record: Record) -> bool:
     """Whether a record without bodies can be written."""
-    has_room = len(_json(_fields(record)[:5])) <= HEAD_BYTES_MAX
-    return has_room and (record.about.kind != "bucket" or record.row is None or _are_few(record.row[2]))
+    try:
+        _text(record)
+    except BadRecordError:
+        return False
+    return True
 
 
 def rows_of(records: Iterable[Record]) -> int:
@@ -304,19 +310,27 @@ def _fields(record: Record) -> list[Any]:
 
 
 def _body_fields(body: BodyRow) -> list[Any]:
-    blocks = base64.b64encode(body.blocks).decode()
+    return [*_body_head(body), base64.b64encode(body.blocks).decode()]
+
+
+def _body_head(body: BodyRow) -> list[Any]:
     head = [body.part_number, body.object_offset, body.nbytes, body.file_id, body.file_offset]
-    return [*head, body.etag, body.modified_at, body.checksum, blocks]
+    return [*head, body.etag, body.modified_at, body.checksum]
 
 
 def _text(record: Record) -> bytes:
     """The JSON of a record, body for body, so that other threads run in between. Raises BadRecordError."""
+    if len(record.bodies) > BODIES_MAX:
+        raise BadRecordError(f"more than {BODIES_MAX} bodies")
     fields = _fields(record)
     head = _json(fields[:5])
     if len(head) > HEAD_BYTES_MAX:
         raise BadRecordError(f"a record of {len(head)} bytes beside its bodies; {HEAD_BYTES_MAX} may be written")
     if any(len(body.blocks) * 4 // 3 > BODY_BYTES_MAX - KIB for body in record.bodies):
         raise BadRecordError("a body whose checksums take too many bytes")
+    bodies = tuple(_checked_body(_body_head(body), body.blocks) for body in record.bodies)
+    if _checked(fields[:5], bodies) != record:
+        raise BadRecordError("a record that readers would see as another")
     if record.row is None:
         return head
     text = head[:-1] + b",[" + b",".join(map(_json, fields[5])) + b"]]"
@@ -448,19 +462,24 @@ def _checked(fields: Sequence[Any], bodies: tuple[BodyRow, ...]) -> Record:
 
 def _body(fields: Any, encoded: bytes | None = None) -> BodyRow:
     """A body; `encoded` has its checksums where the fields have not. Raises BadRecordError."""
-    types: tuple[_Type, ...] = (int, int, int, str, int, str, (int, float), (str, type(None)), str)
-    if not isinstance(fields, list) or len(fields) != len(types):
+    if not isinstance(fields, list) or len(fields) != len(_BODY_TYPES) + 1:
         raise BadRecordError("a body without its fields")
-    if not all(_is(value, wanted) for value, wanted in zip(fields, types, strict=True)):
+    if not _is(fields[-1], str):
         raise BadRecordError("a body of other types")
-    number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks = fields
+    return _checked_body(fields[:-1], _decoded(fields[-1] if encoded is None else encoded))
+
+
+def _checked_body(head: Sequence[Any], words: bytes) -> BodyRow:
+    """The body of these fields and checksums. Raises BadRecordError."""
+    if not all(_is(value, wanted) for value, wanted in zip(head, _BODY_TYPES, strict=True)):
+        raise BadRecordError("a body of other types")
+    number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum = head
     if not _is_number(number, 0, PART_NUMBER_MAX):
         raise BadRecordError("a body with another number than parts have")
     if not is_tag(etag) or not is_tag(checksum or "") or not is_time(modified_at):
         raise BadRecordError("a body whose ETag, checksum or time cannot be sent")
     if not FILE_ID.match(file_id) if nbytes else file_id:
         raise BadRecordError(f"a body of {nbytes} bytes in a file of the name {file_id[:64]!r}")
-    words = _decoded(blocks if encoded is None else encoded)
     if len(words) != WORD_BYTES * -(-nbytes // BLOCK_BYTES):
         raise BadRecordError(f"{len(words)} bytes of checksums for {nbytes} bytes")
     return BodyRow(number, object_offset, nbytes, file_id, file_offset, etag, float(modified_at), checksum, words)
@@ -499,16 +518,20 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _require_named(about: Touched) -> None:
-    """Raises BadRecordError for a thing whose name nobody could have given."""
+def is_named(about: Touched) -> bool:
+    """Whether a record can be about this thing: others pass over records of names that nobody could have given."""
     is_right = _NAME.match(about.name) is not None
     if about.kind == "object":
-        is_right &= 0 < len(about.key.encode()) <= KEY_BYTES_MAX and "\0" not in about.key
+        is_right &= is_key(about.key)
     elif about.kind == "part":
         is_right &= _PART.match(about.key) is not None and int(about.key) <= PART_NUMBER_MAX
     else:
         is_right &= not about.key  # one bucket is one thing
-    if not is_right:
+    return is_right
+
+
+def _require_named(about: Touched) -> None:
+    if not is_named(about):
         raise BadRecordError(f"no name of {about.kind}: {about.name[:64]!r}, {about.key[:64]!r}")
 
 

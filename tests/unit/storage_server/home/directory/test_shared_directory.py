@@ -22,6 +22,7 @@ from descriptors.conditions import WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    Attributes,
     ClaimedPart,
     CompleteRequest,
     CopyRequest,
@@ -1256,3 +1257,41 @@ async def test_large_objects_have_no_proof(tmp_path: Path, monkeypatch: pytest.M
             async with one.objects.open_range(ReadRequest(BUCKET, "key")) as (_, proof, body):
                 assert (proof is not None) == has_proof
                 assert b"".join([bytes(piece) async for piece in body]) == content(100_000)
+
+
+async def test_what_no_record_can_have_is_refused_before_it_is_stored(tmp_path: Path) -> None:
+    """Other servers would pass over the record, and go on to show what was there before."""
+    long = {"x-amz-meta-" + "n" * 246: "v"}
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        attributes = Attributes(headers=long)
+        source = ReadRequest(BUCKET, "key")
+        for refused, field in (
+            (put(one, "other", b"data", attributes=attributes), *long),
+            (put(one, "a\0b", b"data"), "key"),
+            (one.uploads.create_upload(KEY, UploadRequest(BUCKET, "other", KEY, attributes)), *long),
+            (one.objects.copy_object(KEY, CopyRequest(source, BUCKET, "a\0b")), "key"),
+            (one.objects.copy_object(KEY, CopyRequest(source, BUCKET, "other", attributes)), *long),
+            (one.objects.set_tags(KEY, BUCKET, "key", {"a": "b\n"}), "x-amz-tagging"),
+        ):
+            with pytest.raises(CallerError) as caught:
+                await refused
+            assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, field)
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        assert [entry.key for entry in page.objects] == ["key"]
+
+
+async def test_an_object_that_no_record_can_have_can_still_be_deleted(tmp_path: Path) -> None:
+    """Releases before have stored such objects."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+
+        def rename(tx: Transaction) -> None:
+            tx.db.execute("UPDATE objects SET key = ?", ("a\0b",))
+            tx.db.execute("UPDATE records SET key = ? WHERE kind = 'object'", ("a\0b",))
+
+        await one.committer.commit(rename)
+        await one.objects.delete_object(KEY, BUCKET, "a\0b")
+        assert (await one.objects.list_objects(KEY, ListRequest(BUCKET))).objects == []
