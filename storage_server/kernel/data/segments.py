@@ -161,7 +161,12 @@ class Segments:
         file_id = self._files.new_id()
         place = self._files.place(file_id)
         self.make_directory(place.parent)
-        fd = self._disk.create(place)
+        try:
+            fd = self._disk.create(place)
+        except FileNotFoundError:  # somebody has deleted the folder: it was empty
+            self._forget_directory(place.parent)
+            self.make_directory(place.parent)
+            fd = self._disk.create(place)
         try:
             self._disk.sync_directory(place.parent)
         except OSError:
@@ -175,13 +180,19 @@ class Segments:
         return WriteFile(place, fd, self._disk, self._space, self._files.punch, self._closed)
 
     def make_directory(self, directory: Beneath) -> None:
-        """Make a directory of extents durably; a file in it is lost if the directory's name is. Raises OSError."""
+        """Make a directory of extents, and the one that it is in, durably; a file in it is lost if the directory's name
+        is. Raises OSError.
+        """
         with self._making:
-            if directory in self._made:
-                return
-            directory.make_folder()
-            self._disk.sync_directory(directory.parent)
-            self._made.add(directory)
+            for folder in (directory.parent, directory):
+                if folder not in self._made:
+                    folder.make_folder()
+                    self._disk.sync_directory(folder.parent)
+                    self._made.add(folder)
+
+    def _forget_directory(self, directory: Beneath) -> None:
+        with self._making:
+            self._made -= {directory.parent, directory}
 
     def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter:
         """A writer for a body of `nbytes` (more than 0). Raises OSError."""

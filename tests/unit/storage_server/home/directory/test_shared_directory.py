@@ -6,9 +6,11 @@ import asyncio
 import errno
 import json
 import math
+import shutil
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
@@ -1295,3 +1297,19 @@ async def test_an_object_that_no_record_can_have_can_still_be_deleted(tmp_path: 
         await one.committer.commit(rename)
         await one.objects.delete_object(KEY, BUCKET, "a\0b")
         assert (await one.objects.list_objects(KEY, ListRequest(BUCKET))).objects == []
+
+
+@pytest.mark.parametrize("nbytes", [100, 9000])
+async def test_a_folder_that_somebody_has_cleared_up_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Scratch file systems are cleared of empty folders."""
+    async with opened(tmp_path, "a", segment_body_bytes_max=8192) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"x" * 9000)
+        (first,) = data_files(tmp_path)
+        shutil.rmtree(first.parent.parent)
+        other = first.name[:12] + uuid.uuid4().hex[:18] + first.name[-2:]
+        monkeypatch.setattr(one.files, "new_id", lambda: other)
+        await put(one, "other", b"y" * nbytes)
+        assert await get(one, "other") == b"y" * nbytes
