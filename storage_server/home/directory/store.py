@@ -245,7 +245,9 @@ class SharedDirectory:
         named, began_s = file_ids(records), time.monotonic()
         others = self._others(named)
         self._require_read_journals(others)
-        if not all(self.files.place(file_id).exists() for file_id in named - others):
+        missing = {file_id for file_id in named - others if not self.files.place(file_id).exists()}
+        if missing:
+            self.segments.note_gone(missing)
             problem = "the shared directory has not the file that was written: is its file system mounted?"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
         try:

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from descriptors.errors import CallerError, ErrorCode
@@ -181,11 +181,13 @@ class Segments:
 
     def make_directory(self, directory: Beneath) -> None:
         """Make a directory of extents, and the one that it is in, durably; a file in it is lost if the directory's name
-        is. Raises OSError.
+        is. Raises OSError, FileNotFoundError where what they are in is gone: its file system is unmounted.
         """
         with self._making:
             for folder in (directory.parent, directory):
                 if folder not in self._made:
+                    if not folder.parent.is_folder():
+                        raise FileNotFoundError(errno.ENOENT, "the folder that it is in is gone", str(folder))
                     folder.make_folder()
                     self._disk.sync_directory(folder.parent)
                     self._made.add(folder)
@@ -227,6 +229,16 @@ class Segments:
                 return
             self._current = None
         current.release()
+
+    def note_gone(self, file_ids: Collection[str]) -> None:
+        """Note that these files are not at their places. Their folders may be gone, too, and what the current segment
+        has taken is where nobody looks: another one is begun.
+        """
+        for file_id in file_ids:
+            self._forget_directory(self._files.place(file_id).parent)
+        with self._lock:
+            if self._current is not None and self._current.file_id in file_ids:
+                self._current.failed = True
 
     @property
     def written_count(self) -> int:

@@ -1313,3 +1313,26 @@ async def test_a_folder_that_somebody_has_cleared_up_is_made_again(
         monkeypatch.setattr(one.files, "new_id", lambda: other)
         await put(one, "other", b"y" * nbytes)
         assert await get(one, "other") == b"y" * nbytes
+
+
+@pytest.mark.parametrize("has_remains", [False, True])
+async def test_writes_go_on_when_the_file_system_is_mounted_again(tmp_path: Path, has_remains: bool) -> None:
+    """A segment that was made beneath the mount point meanwhile is where nobody looks."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        mounted, away = tmp_path / "shared", tmp_path / "away"
+        mounted.rename(away)
+        mounted.mkdir()
+        if has_remains:
+            (mounted / "writers" / one.writer).mkdir(parents=True)
+        chunk = f"{7:064x}"
+        with pytest.raises(ServerError):
+            await put(one, chunk, b"data")
+        assert has_remains or not any(mounted.iterdir())
+        mounted.rename(tmp_path / "remains")
+        away.rename(mounted)
+        with suppress(ServerError):
+            await put(one, "first", b"data")
+        await put(one, "second", b"data")
+        assert await get(one, "second") == b"data"
+        assert await get(one, chunk) is None
