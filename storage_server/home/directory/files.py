@@ -59,7 +59,20 @@ class SharedFiles(FilesBeside):
 
     def is_there(self) -> bool:
         """Whether the shared directory is: its file system may be unmounted for a while."""
-        return self._writers.with_name(FORMAT_NAME).exists()
+        try:
+            return self._writers.with_name(FORMAT_NAME).exists()
+        except OSError:
+            return False
+
+    def missing(self, file_ids: Iterable[str]) -> set[str]:
+        """Those of the files that are not at their places, or of which nobody can tell now."""
+        return {file_id for file_id in file_ids if not self._is_at_place(file_id)}
+
+    def _is_at_place(self, file_id: str) -> bool:
+        try:
+            return self.place(file_id).exists()
+        except OSError:
+            return False
 
     def new_id(self) -> str:
         """The id of a file that this server is about to make."""

@@ -245,11 +245,12 @@ class SharedDirectory:
         named, began_s = file_ids(records), time.monotonic()
         others = self._others(named)
         self._require_read_journals(others)
-        missing = {file_id for file_id in named - others if not self.files.place(file_id).exists()}
+        missing = self.files.missing(named - others)
         if missing:
             self.segments.note_gone(missing)
             problem = "the shared directory has not the file that was written: is its file system mounted?"
-            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+            refused = RefusedChangesError if self.files.is_there() else ServerError  # others may have their files
+            raise refused(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
         try:
             self._append([*framed(records)], frees=all(record.row is None for record in records))
         except BadRecordError as error:
@@ -320,7 +321,7 @@ class SharedDirectory:
         """Take the transaction's records back, where their writing took so long that a file that one of them names was
         deleted meanwhile: behind them come records of what the index had before. Raises RefusedChangesError then.
         """
-        if all(self.files.place(file_id).exists() for file_id in named):
+        if not self.files.missing(named):
             return
         with closing(connect_current(self._index)) as committed:
             before = merge.collected_before(committed, records)

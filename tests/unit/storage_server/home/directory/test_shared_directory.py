@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import math
+import os
 import shutil
 import sqlite3
 import threading
@@ -36,6 +37,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
+from objectcache.adapters.beneath import Beneath
 from storage_server.home.directory import files as files_module
 from storage_server.home.directory import following as following_module
 from storage_server.home.directory import objects as shared_objects
@@ -1336,3 +1338,31 @@ async def test_writes_go_on_when_the_file_system_is_mounted_again(tmp_path: Path
         await put(one, "second", b"data")
         assert await get(one, "second") == b"data"
         assert await get(one, chunk) is None
+
+
+@pytest.mark.parametrize("error", [None, errno.EIO])
+async def test_a_change_of_an_object_whose_file_is_gone_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    """One tenant could otherwise make the writes of all others fail, which share the transaction."""
+    async with opened(tmp_path, "a", segment_body_bytes_max=8192) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "gone", b"x" * 9000)
+        (gone,) = data_files(tmp_path)
+        if error is None:
+            gone.unlink()
+        else:
+            status = Beneath.status
+
+            def failing(place: Beneath) -> os.stat_result:
+                if place.name == gone.name:
+                    raise OSError(error, "the file cannot be looked at")
+                return status(place)
+
+            monkeypatch.setattr(Beneath, "status", failing)
+        tags = one.objects._objects.set_tags(KEY, BUCKET, "gone", {"a": "b"})
+        puts = [put(one, f"{number:064x}", b"data") for number in range(8)]
+        failure, *others = await in_one_transaction(one, tags, *puts)
+        assert isinstance(failure, ServerError)
+        assert "has not the file" in str(failure)
+        assert others == [None] * 8
