@@ -43,6 +43,7 @@ class SharedFiles(FilesBeside):
     """Pins, open descriptors and deferred deletion. Methods may be called from any thread."""
 
     waits = True
+    errors_are_damage = False
 
     def __init__(self, root: Path, writer: str, open_files_max: int, disk: Disk) -> None:
         super().__init__(root, open_files_max, disk)

@@ -16,7 +16,7 @@ from objectcache.adapters.threads import finished
 from storage_server.kernel.data.arriving_bodies import ArrivingBody
 from storage_server.kernel.data.bound import PATIENCE_S, Bound
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
-from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.kernel.data.pump import ExtentPump
@@ -247,9 +247,15 @@ class BodyReader:
 
 @contextmanager
 def corrupt_is_internal() -> Iterator[None]:
-    """Turn a failed checksum into ServerError(InternalError), which is not retryable: another read would fail, too."""
+    """Turn a failed checksum into ServerError(InternalError), which is not retryable: another read would fail, too.
+    The error for a read that the system fails is retryable.
+    """
     try:
         yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise disk_error(error, "reading") from error
     except CorruptExtentError as error:
         raise ServerError(ErrorCode.INTERNAL_ERROR, "the stored bytes fail their checksum") from error
 

@@ -43,6 +43,10 @@ class ExtentFiles:
 
     waits = False
     """Whether to pin a file may take long."""
+    errors_are_damage = True
+    """Whether bytes that the system fails to read are damaged: on a disk they are, and a network file system may answer
+    the next time.
+    """
 
     def __init__(
         self, directory: Path, open_files_max: int, disk: Disk, space: Space | None = None, direct_threads: int = 0
@@ -52,7 +56,15 @@ class ExtentFiles:
         self._space = space or Space(directory, None)
         self._lock = threading.Lock()
         self._pins = PinLedger()
-        self.open = OpenFiles(self.place, self._pins.is_pinned, self._lock, open_files_max, disk, direct_threads)
+        self.open = OpenFiles(
+            self.place,
+            self._pins.is_pinned,
+            self._lock,
+            open_files_max,
+            disk,
+            direct_threads,
+            errors_are_damage=self.errors_are_damage,
+        )
         self._giver = ThreadPoolExecutor(1, "give-back")
         self._undeleted: list[str] = []
 

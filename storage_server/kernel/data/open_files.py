@@ -22,7 +22,8 @@ Read = Callable[[int, memoryview, int], int]
 class OpenFiles:
     """At most `open_files_max` descriptors, and no more than half of what the host allows, those less that
     `direct_threads` may open. `place` says where a file lies, and `is_pinned` whether it stays open: that is asked
-    under `lock`, which is held while a file becomes pinned. Methods may be called from any thread.
+    under `lock`, which is held while a file becomes pinned. `errors_are_damage` says whether bytes that cannot be read
+    count as damaged. Methods may be called from any thread.
     """
 
     def __init__(
@@ -33,11 +34,14 @@ class OpenFiles:
         open_files_max: int,
         disk: Disk,
         direct_threads: int,
+        *,
+        errors_are_damage: bool,
     ) -> None:
         self._place = place
         self._is_pinned = is_pinned
         self._lock = lock
         self._disk = disk
+        self._errors_are_damage = errors_are_damage
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = min(open_files_max, soft_limit // 2)
         self.direct_files_max = max(1, limit // 4 // direct_threads) if direct_threads else 0
@@ -54,7 +58,8 @@ class OpenFiles:
     def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
         """Fill `view` with the extent's bytes from `start` on; every byte has passed its block's checksum.
 
-        Raises CorruptExtentError, or OSError when the file cannot be opened for want of descriptors or memory.
+        Raises CorruptExtentError, or OSError when the file cannot be opened for want of descriptors or memory, and
+        for a failed read that does not count as damage.
         """
         self._read_into(extent, start, view, self._disk.read)
 
@@ -71,6 +76,12 @@ class OpenFiles:
                 return
             for piece_start, piece in _by_blocks(extent, start, view):
                 _read_blocks(fd, extent, piece_start, piece, read)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if not self._errors_are_damage:
+                raise
+            raise CorruptExtentError(f"{extent.file_id} cannot be read: {error.strerror}") from error
         finally:
             if transient:
                 os.close(fd)
@@ -195,12 +206,7 @@ def _read_whole_blocks(fd: int, extent: Extent, start: int, view: memoryview, re
 def _read_exactly(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
     offset = extent.offset + start
     while view:
-        try:
-            count = read(fd, view, offset)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise CorruptExtentError(f"{extent.file_id} cannot be read at {offset}: {error.strerror}") from error
+        count = read(fd, view, offset)
         if count == 0:
             raise CorruptExtentError(f"{extent.file_id} ends before {offset + len(view)}")
         view, offset = view[count:], offset + count

@@ -1366,3 +1366,24 @@ async def test_a_change_of_an_object_whose_file_is_gone_fails_alone(
         assert isinstance(failure, ServerError)
         assert "has not the file" in str(failure)
         assert others == [None] * 8
+
+
+@pytest.mark.parametrize("nbytes", [100, 3 * MIB])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
+async def test_a_read_that_fails_once_hides_nothing(tmp_path: Path, nbytes: int, error: int) -> None:
+    """A network file system may answer the next time, and a chunk that counts as damaged stays hidden."""
+    disk, chunk = Disk(), f"{7:064x}"
+    async with opened(tmp_path, "a", disk=disk) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, chunk, content(nbytes))
+        disk.fail["read"] = error
+        with pytest.raises(ServerError) as caught:
+            await get(one, chunk)
+        assert caught.value.retryable
+        with pytest.raises(ServerError) as caught:
+            await whole_into(one, chunk, nbytes)
+        assert caught.value.retryable
+        disk.fail.clear()
+        assert await one.objects.has_object(BUCKET, chunk, time.monotonic())
+        assert await get(one, chunk) == content(nbytes)
+        assert await whole_into(one, chunk, nbytes) == content(nbytes)
