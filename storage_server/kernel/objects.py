@@ -68,6 +68,7 @@ class Objects(Reads):
         object_bytes_max: int,
         watcher: Watcher,
         readers: SlowReaders | None = None,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(index, files, reader, resolved, watcher, readers)
         self._watcher = watcher
@@ -75,20 +76,22 @@ class Objects(Reads):
         self._writer = writer
         self._io = io
         self._object_bytes_max = object_bytes_max
+        self.now_s = now_s
+        """The time of day, in Unix seconds, that objects and uploads carry, and by which rules make them expire."""
 
     async def _change(self, change: Callable[[Transaction], _T], *, frees: bool = False) -> _T:
         """Carry out a change of the index to its end, even when the caller is cancelled."""
         return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
 
     async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
-        await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time(), cache))
+        await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, self.now_s(), cache))
 
     async def create_bucket_anew(self, access_key: str, bucket: str) -> None:
         """Create a bucket as `create_bucket` does, and before that delete what was put into one of its name when that
         was gone. Other writes go between the changes.
         """
         create = partial(transaction.create_bucket_anew, bucket=bucket, owner=access_key, most=REMOVED_AT_ONCE)
-        while not await self._change(partial(create, now_s=time.time())):
+        while not await self._change(partial(create, now_s=self.now_s())):
             pass
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
@@ -119,7 +122,7 @@ class Objects(Reads):
             reserved_in(bounds, request.nbytes),
             self._writer.received(request.nbytes, request.checksum, body, bounds) as (part, pending),
         ):
-            info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
+            info = ObjectInfo(request.key, request.nbytes, part.etag, self.now_s(), request.attributes, part.checksum)
 
             def publish(tx: Transaction) -> None:
                 transaction.require_same_bucket(tx.db, request.bucket, created_at)
@@ -143,7 +146,7 @@ class Objects(Reads):
                 tx: Transaction, seen: StoredObject = source, made: ObjectInfo = copied, since: float = created_at
             ) -> ObjectInfo:
                 transaction.require_same_bucket(tx.db, request.bucket, since)
-                return transaction.copy(tx, request, seen, made, time.time())
+                return transaction.copy(tx, request, seen, made, self.now_s())
 
             try:
                 async with reserved_in(self._watcher.bounds_of(request.bucket), copied.nbytes):

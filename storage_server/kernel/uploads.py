@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -68,7 +67,7 @@ class Uploads:
 
     async def create_upload(self, access_key: str, request: UploadRequest) -> str:
         upload_id = secrets.token_urlsafe(24)
-        await self._commit(lambda tx: upload_changes.create_upload(tx, request, upload_id, time.time()))
+        await self._commit(lambda tx: upload_changes.create_upload(tx, request, upload_id, self._objects.now_s()))
         return upload_id
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
@@ -104,7 +103,7 @@ class Uploads:
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
         most = self._whole_bytes_max
-        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time(), most))
+        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, self._objects.now_s(), most))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)
@@ -127,7 +126,7 @@ class Uploads:
 
     async def _add_part(self, ref: UploadRef, number: int, part: StoredPart, pending: Pending | None) -> PartInfo:
         def add(tx: Transaction) -> PartInfo:
-            return upload_changes.add_part(tx, ref, number, part, time.time())
+            return upload_changes.add_part(tx, ref, number, part, self._objects.now_s())
 
         return await to_end(asyncio.ensure_future(self._committer.commit(add, pending)))
 

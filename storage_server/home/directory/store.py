@@ -143,6 +143,7 @@ class SharedDirectory:
             self._io,
             storage.object_bytes_max,
             watcher,
+            now_s=self.files.now_s,  # a rule of one server deletes what all have written
         )
         uploads = Uploads(
             self.reader, self.committer, bodies, storage.object_bytes_max, objects, watcher, OBJECT_BYTES_MAX

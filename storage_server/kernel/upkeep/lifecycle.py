@@ -42,10 +42,10 @@ class Lifecycle:
 
     async def run(self, interval_s: float, day_s: float) -> None:
         """Carry out every bucket's rules every `interval_s`, until cancelled."""
-        day = TimeOfDay(time.time(), time.monotonic())
+        day = TimeOfDay(self._objects.now_s(), time.monotonic())
         while True:
             await asyncio.sleep(interval_s)
-            now_s = day.now(time.time(), time.monotonic())
+            now_s = day.now(self._objects.now_s(), time.monotonic())
             try:
                 for bucket in await self._objects.list_buckets(NOBODY):
                     rules = await self._objects.get_lifecycle(NOBODY, bucket.name)

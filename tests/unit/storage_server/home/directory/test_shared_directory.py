@@ -1387,3 +1387,35 @@ async def test_a_read_that_fails_once_hides_nothing(tmp_path: Path, nbytes: int,
         assert await one.objects.has_object(BUCKET, chunk, time.monotonic())
         assert await get(one, chunk) == content(nbytes)
         assert await whole_into(one, chunk, nbytes) == content(nbytes)
+
+
+@pytest.mark.parametrize("ahead_days", [40, -40])
+async def test_what_expires_goes_by_the_time_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_days: int
+) -> None:
+    """One server whose clock is wrong would delete the objects of all, or have others delete its own."""
+    day_s = 86_400.0
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await one.objects.set_lifecycle(KEY, BUCKET, [LifecycleRule("1", expire_days=30, abort_days=30)])
+        await put(one, "before", b"data")
+        there_s, host_s = one.files.now_s(), time.time
+        monkeypatch.setattr(time, "time", lambda: host_s() + ahead_days * day_s)
+        await put(one, "meanwhile", b"data")
+        await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "upload"))
+        rounds, carry_out = [], one.lifecycle.carry_out
+
+        async def counted(*arguments: Any) -> tuple[int, int]:
+            done = await carry_out(*arguments)
+            rounds.append(done)
+            return done
+
+        monkeypatch.setattr(one.lifecycle, "carry_out", counted)
+        running = asyncio.create_task(one.lifecycle.run(0.0, day_s))
+        await until(lambda: bool(rounds))
+        running.cancel()
+        assert rounds[0] == (0, 0)
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        uploads = await one.uploads.list_uploads(KEY, UploadListRequest(BUCKET))
+        times = [entry.modified_at for entry in page.objects] + [entry.initiated_at for entry in uploads.uploads]
+        assert times == pytest.approx([there_s] * 3, abs=3600.0)
