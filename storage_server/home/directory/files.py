@@ -26,6 +26,8 @@ from storage_server.kernel.data.extents import FOLDER, places_in
 
 GRACE_S = 60.0
 RETIRED_S = 3600.0
+BEATS_KEPT = 8
+"""The time is taken from so many beats: after them a clock of the file system that was set back is followed."""
 ALIVE = "alive"
 """The file whose time says when its writer was last seen."""
 STRIPES = ("-c", "16", "-S", "4m")
@@ -49,7 +51,10 @@ class SharedFiles(FilesBeside):
         super().__init__(root, open_files_max, disk)
         self._writer = writer
         self._writers = Beneath(root, WRITERS)
-        self._seen_s = time.time(), time.monotonic()
+        self._ahead_s: tuple[float, ...] = ()
+        """How far the file system's time was ahead of the steady clock at the last beats."""
+        self.tells_whole_seconds = False
+        """Whether the file system's times have no fractions, so that servers differ by up to a second."""
         self._dead: dict[str, float] = {}
         """Files that no row names, and when that was seen, by the steady clock."""
         self._dead_lock = threading.Lock()
@@ -106,14 +111,16 @@ class SharedFiles(FilesBeside):
 
     def beat(self) -> None:
         """Show that this server is alive, and take the time from the file system. Raises OSError."""
-        self._seen_s = (self._writers / self._writer / ALIVE).touch(), time.monotonic()
+        touched_s = (self._writers / self._writer / ALIVE).touch()
+        self._ahead_s = (*self._ahead_s, touched_s - time.monotonic())[-BEATS_KEPT:]
+        self.tells_whole_seconds = touched_s.is_integer()
 
     def now_s(self) -> float:
-        """The Unix time of the file system: its time of the last beat, and what has passed since. No leap of this
-        machine's clock changes it.
+        """The Unix time of the file system: its time of a beat, and what has passed since. A beat that is answered late
+        gives an earlier time, so the latest of a few counts. No leap of this machine's clock changes it.
         """
-        at_s, since_s = self._seen_s
-        return at_s + time.monotonic() - since_s
+        now_s = time.monotonic()
+        return max(self._ahead_s, default=time.time() - now_s) + now_s
 
     def note_dead(self, file_id: str) -> None:
         """Note that the file has lost its last row now. Files of others are found when their writers are retired."""

@@ -68,11 +68,19 @@ class SharedObjects(SharedBuckets):
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         _require_recordable(request.key, request.attributes)
-        if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
+        if request.condition != NO_WRITE_CONDITION or self._may_be_elsewhere(request):
             await self._following.read_journals()
         else:
             await self.require_bucket(request.bucket)
         return await self._objects.put_object(access_key, request, body)
+
+    def _may_be_elsewhere(self, request: PutRequest) -> bool:
+        """Whether the stamp must be behind what others have written to the key: to any key but that of a new chunk, and
+        where the file system's time is too coarse to tell which came later.
+        """
+        if self._files.tells_whole_seconds or not is_chunk(request.key, request.attributes):
+            return True
+        return self._objects.stored(request.bucket, request.key) is not None
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
         """Put an object. The checksums of its blocks, which are its proof, are kept anyway."""

@@ -1419,3 +1419,41 @@ async def test_what_expires_goes_by_the_time_of_the_file_system(
         uploads = await one.uploads.list_uploads(KEY, UploadListRequest(BUCKET))
         times = [entry.modified_at for entry in page.objects] + [entry.initiated_at for entry in uploads.uploads]
         assert times == pytest.approx([there_s] * 3, abs=3600.0)
+
+
+async def test_a_beat_that_is_answered_late_takes_no_time_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MovedClock
+) -> None:
+    """The server's stamps would be behind those of all others, and hold nowhere."""
+    touch = Beneath.touch
+
+    def slow(place: Beneath) -> float:
+        touched_s = touch(place)
+        clock.ahead_s += 3.0
+        return touched_s
+
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Beneath, "touch", slow)
+            other.files.beat()
+        assert other.files.now_s() == pytest.approx(one.files.now_s(), abs=1.0)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_of_two_puts_of_a_chunk_the_later_one_holds_though_its_server_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Also where the file system's time has whole seconds; a new chunk is put without a look at the journals."""
+    touch, chunk = Beneath.touch, f"{7:064x}"
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(Beneath, "touch", lambda place: touch(place) // 1 - 5 + is_known / 2)
+        async with opened(tmp_path, "b") as behind:
+            if is_known:
+                await put(one, chunk, b"first")
+                await behind.following.read_journals()
+            await put(one, chunk, b"old")
+            await put(behind, chunk, b"new")
+            for shared in (one, behind):
+                await shared.following.read_journals()
+            assert [await get(shared, chunk) for shared in (one, behind)] == [b"new", b"new"]
