@@ -26,6 +26,8 @@ from storage_server.kernel.data.extents import FOLDER, places_in
 
 GRACE_S = 60.0
 RETIRED_S = 3600.0
+UNSEEN_S_MAX = RETIRED_S / 2
+"""A server whose last sign of life is older changes nothing: others may soon take it for a silent one."""
 BEATS_KEPT = 8
 """The time is taken from so many beats: after them a clock of the file system that was set back is followed."""
 ALIVE = "alive"
@@ -51,6 +53,7 @@ class SharedFiles(FilesBeside):
         super().__init__(root, open_files_max, disk)
         self._writer = writer
         self._writers = Beneath(root, WRITERS)
+        self._beaten_s = float("-inf")
         self._ahead_s: tuple[float, ...] = ()
         """How far the file system's time was ahead of the steady clock at the last beats."""
         self.tells_whole_seconds = False
@@ -111,9 +114,15 @@ class SharedFiles(FilesBeside):
 
     def beat(self) -> None:
         """Show that this server is alive, and take the time from the file system. Raises OSError."""
+        begun_s = time.monotonic()
         touched_s = (self._writers / self._writer / ALIVE).touch()
+        self._beaten_s = begun_s
         self._ahead_s = (*self._ahead_s, touched_s - time.monotonic())[-BEATS_KEPT:]
         self.tells_whole_seconds = touched_s.is_integer()
+
+    def is_beating(self) -> bool:
+        """Whether the last sign of life is so young that nobody can take this server for a silent one yet."""
+        return time.monotonic() - self._beaten_s < UNSEEN_S_MAX
 
     def now_s(self) -> float:
         """The Unix time of the file system: its time of a beat, and what has passed since. A beat that is answered late

@@ -239,6 +239,9 @@ class SharedDirectory:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
         if not tx.touched:
             return
+        if not self.files.is_beating():  # others may soon delete files of this server that they find unnamed
+            problem = "the shared directory takes no sign of life of this server"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         try:
             records = merge.collected(tx.db, tx.touched, self._clock.stamp())
         except ClockError as error:

@@ -1457,3 +1457,24 @@ async def test_of_two_puts_of_a_chunk_the_later_one_holds_though_its_server_is_b
             for shared in (one, behind):
                 await shared.following.read_journals()
             assert [await get(shared, chunk) for shared in (one, behind)] == [b"new", b"new"]
+
+
+async def test_a_server_without_a_sign_of_life_changes_nothing_until_it_gives_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MovedClock
+) -> None:
+    """Others delete files of a silent server, so what it acknowledged could be lost."""
+
+    def failing(place: Beneath) -> float:
+        raise OSError(errno.EPERM, "it has 2 names")
+
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        with monkeypatch.context() as patched:
+            patched.setattr(Beneath, "touch", failing)
+            clock.ahead_s += files_module.UNSEEN_S_MAX
+            with pytest.raises(ServerError, match="sign of life") as refused:
+                await put(one, "key", b"data")
+            assert refused.value.retryable
+        one.files.beat()
+        await put(one, "key", b"data")
+        assert await get(one, "key") == b"data"
