@@ -110,9 +110,7 @@ class OwnJournal:
         """Write frames durably. After an error some of them may be there all the same, and `end` says so."""
         if self._is_doubtful:
             raise OSError(errno.EIO, "the journal's end is not known")
-        self._require_place()
-        if os.fstat(self._fd).st_size != self.end:
-            raise OSError(errno.ESTALE, "another server writes this journal, or has shortened it")
+        self.require_known()
         end = self.end
         try:
             for frame in frames:
@@ -125,6 +123,14 @@ class OwnJournal:
                 self._find_end(may_cut=True)
             raise
         self.end = end
+
+    def require_known(self) -> None:
+        """Raises OSError where the journal is not at its place, or another server has written it: one that was started
+        with a copy of this server's data directory.
+        """
+        self._require_place()
+        if os.fstat(self._fd).st_size != self.end:
+            raise OSError(errno.ESTALE, "another server writes this journal, or has shortened it")
 
     def _require_place(self) -> None:
         """Raises OSError where the open journal is not the one at its place: the file system was unmounted meanwhile,
@@ -178,7 +184,7 @@ class OwnJournal:
 
     def finish_rewrite(self, rewrite: Rewrite) -> None:
         """The new generation counts from now on; without an error the old one is gone."""
-        self._require_place()
+        self.require_known()
         if rewrite.generation != self.generation:
             raise OSError(errno.ESTALE, "the journal was written anew meanwhile")
         place = _place(self._folder, self.generation + 1)

@@ -354,13 +354,23 @@ class SharedDirectory:
             await asyncio.sleep(UPKEEP_S)
 
     async def _delete_dead(self) -> None:
-        """Delete what has been dead for GRACE_S, if no journal that was read since then names it."""
+        """Delete what has been dead for GRACE_S, if no journal that was read since then names it, the own one among
+        them.
+        """
+
+        def unnamed(tx: Transaction) -> list[str]:
+            try:
+                self._journal.require_known()
+            except OSError as error:
+                raise ServerError(ErrorCode.INTERNAL_ERROR, f"no file is deleted: {error}", retryable=True) from error
+            return merge.unnamed(tx.db, due)
+
         if not self.files.deletable(math.inf):
             return
         await self.following.read_journals()
         due = self.files.deletable(self.following.whole_s)
         if due:
-            dead = await self.committer.commit(lambda tx: merge.unnamed(tx.db, due))
+            dead = await self.committer.commit(unnamed)
             await self._io.run(lambda: self.files.delete(due, dead))
 
     async def _find_retired(self) -> None:

@@ -67,3 +67,20 @@ def test_a_rewrite_that_is_given_up_leaves_no_file(tmp_path: Path) -> None:
     journal.give_up(rewrite)
     assert [path.name for path in (tmp_path / "writer").iterdir()] == ["journal-1"]
     journal.close()
+
+
+def test_a_rewrite_drops_nothing_that_another_server_has_written(tmp_path: Path) -> None:
+    """A server that was started with a copy of this one's data directory writes this journal, too."""
+    frames = [*framed([Record(Touched("bucket", "bbb"), 1, None)])]
+    (tmp_path / "writer").mkdir(mode=0o700)
+    journal, copied = (OwnJournal(Beneath(tmp_path, "writer"), Disk()) for _ in range(2))
+    journal.open(0, 0)
+    copied.open(0, 0)
+    journal.append(frames)
+    rewrite = copied.begin_rewrite([])
+    with pytest.raises(OSError, match="another server writes this journal"):
+        copied.finish_rewrite(rewrite)
+    copied.give_up(rewrite)
+    assert (tmp_path / "writer" / "journal-1").read_bytes() == frames[0]
+    journal.close()
+    copied.close()

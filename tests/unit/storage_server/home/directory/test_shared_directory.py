@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -1478,3 +1478,35 @@ async def test_a_server_without_a_sign_of_life_changes_nothing_until_it_gives_on
         one.files.beat()
         await put(one, "key", b"data")
         assert await get(one, "key") == b"data"
+
+
+async def test_a_copy_of_a_servers_data_directory_deletes_nothing_of_its_origin(
+    tmp_path: Path, clock: MovedClock
+) -> None:
+    """Beside its origin it does not know what that has written since."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    halfway, go_on, data = asyncio.Event(), asyncio.Event(), content(3 * MIB)
+
+    class SlowBody(BytesBody):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for piece in super().__aiter__():
+                yield piece
+                halfway.set()
+                await go_on.wait()
+
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        request = PutRequest(BUCKET, "key", len(data))
+        arriving = asyncio.create_task(one.objects.put_object(KEY, request, SlowBody(data)))
+        await halfway.wait()
+        async with opened(tmp_path, "copy") as copied:
+            assert copied.writer == one.writer
+            go_on.set()
+            await arriving
+            clock.ahead_s += files_module.GRACE_S
+            await copied.following.read_journals()
+            clock.ahead_s += files_module.GRACE_S
+            with pytest.raises(ServerError, match="another server writes this journal"):
+                await copied._delete_dead()
+        assert await get(one, "key") == data
