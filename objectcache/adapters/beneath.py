@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import secrets
 import stat
@@ -177,6 +178,18 @@ class Beneath:
             return sorted(os.listdir(fd))  # noqa: PTH208 (a folder that is open)
         finally:
             os.close(fd)
+
+    def first_names(self, most: int) -> tuple[list[str], bool]:
+        """At most so many of the names in the folder, in no order, and whether these are all. Others may make very many
+        there.
+        """
+        fd = self._opened(os.O_RDONLY)
+        try:
+            with os.scandir(fd) as entries:
+                names = [entry.name for entry in itertools.islice(entries, most + 1)]
+        finally:
+            os.close(fd)
+        return names[:most], len(names) <= most
 
     def sync(self) -> None:
         """Make the names in the folder survive power loss."""

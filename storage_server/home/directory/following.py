@@ -14,7 +14,14 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.threads import let_others_run
 from storage_server.home.directory import merge
-from storage_server.home.directory.journal import STEP_BYTES, STEP_ROWS, JournalPlace, ReadJournal, read_journal
+from storage_server.home.directory.journal import (
+    NAMES_MAX,
+    STEP_BYTES,
+    STEP_ROWS,
+    JournalPlace,
+    ReadJournal,
+    read_journal,
+)
 from storage_server.home.directory.rules.clock import StampClock
 from storage_server.home.directory.rules.records import WRITER, WRITERS, PassedOver
 from storage_server.home.directory.rules.shares import Shares
@@ -65,7 +72,9 @@ class Following:
         self.whole_s = float("-inf")
         """When the last pass began that read every journal to its end."""
         self._listed: frozenset[str] = frozenset()
-        """The names in the folder of writers, as the last pass has found them."""
+        """The writers that have a folder, as the last pass has found them."""
+        self._is_crowded = False
+        """Whether there are more names beside these folders than are looked at, so that writers may be missing."""
         self._renewals: Counter[str] = Counter()
         """How often each journal was written anew during this pass."""
         self._spoiled: set[str] = set()
@@ -76,7 +85,7 @@ class Following:
     @property
     def problem_count(self) -> int:
         """How many journals cannot be read to their ends, or are late."""
-        return len(self._problems)
+        return len(self._problems) + self._is_crowded
 
     async def start(self, positions: dict[str, tuple[int, int]]) -> None:
         """Go on from these positions, and read all that is there now, however long it takes. Raises ServerError."""
@@ -133,7 +142,7 @@ class Following:
         waiting = await self._step(None, sizes, is_start=is_start)
         while waiting:
             waiting = await self._step(waiting, sizes, is_start=is_start)
-        if not self._problems:
+        if not self.problem_count:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
                 await self._forget_outdated()
                 self._outdated_s = None
@@ -172,9 +181,13 @@ class Following:
         writers = Beneath(self._root, WRITERS)
         late = self._late.copy()
         if waiting is None:
-            names = writers.names()
-            self._listed = frozenset(names)
-            waiting = [name for name in names if WRITER.match(name) and name != self._writer and name not in late]
+            names, are_all = writers.first_names(NAMES_MAX)
+            found_writers = frozenset(filter(WRITER.match, names))
+            self._listed = found_writers if are_all else found_writers | set(self._places) | set(self._problems)
+            if self._is_crowded == are_all:
+                self._is_crowded = not are_all
+                _log.warning("the folder of writers has %s than %d names", "fewer" if are_all else "more", NAMES_MAX)
+            waiting = sorted(self._listed - late - {self._writer})
         found, budget_bytes, budget_rows = list[ReadJournal](), STEP_BYTES, STEP_ROWS
         for number, name in enumerate(waiting):
             if budget_bytes <= 0 or budget_rows <= 0:

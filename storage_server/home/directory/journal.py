@@ -43,6 +43,8 @@ from storage_server.kernel.data.disk import Disk
 STEP_BYTES = 4 << 20
 STEP_ROWS = 8_000
 """So much is read at once."""
+NAMES_MAX = 10_000
+"""So many names are looked at in a folder that others may write to."""
 PROVED_BYTES = 1 << 20
 """So much of a large frame is held while its checksum is computed."""
 _NAME = re.compile(r"journal-(\d{1,9})\Z")
@@ -425,7 +427,10 @@ def named_files(folder: Beneath, stored: Set[str]) -> set[str] | None:
 
 def newest(folder: Beneath) -> int | None:
     """The newest generation of the journal in a folder. Raises OSError."""
-    found = [int(match[1]) for match in map(_NAME.match, folder.names()) if match]
+    names, are_all = folder.first_names(NAMES_MAX)
+    if not are_all:
+        raise OSError(errno.EFBIG, f"its folder has more than {NAMES_MAX} names")
+    found = [int(match[1]) for match in map(_NAME.match, names) if match]
     return max(found, default=None)
 
 

@@ -29,7 +29,7 @@ from objectcache.adapters.renewals import RENEWALS, Renewals
 from storage_server.home.directory import merge
 from storage_server.home.directory.files import GRACE_S, SharedFiles
 from storage_server.home.directory.following import Following
-from storage_server.home.directory.journal import OwnJournal, named_files
+from storage_server.home.directory.journal import NAMES_MAX, OwnJournal, named_files
 from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
@@ -389,7 +389,7 @@ class SharedDirectory:
         """The files of retired writers that are there, and that their journals name."""
         found = set[str]()
         writers = Beneath(self._root, WRITERS)
-        for writer in writers.names():
+        for writer in writers.first_names(NAMES_MAX)[0]:
             if not WRITER.match(writer) or not self.files.is_retired(writer):
                 continue
             try:

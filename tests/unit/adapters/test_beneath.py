@@ -147,6 +147,12 @@ def test_names_can_be_changed_beneath_the_directory(root: Path) -> None:
     with pytest.raises(FileExistsError):
         one.link(two)
     assert folder.names() == ["one", "two"]
+    assert folder.first_names(2) == (folder.first_names(3)[0], True)
+    assert sorted(folder.first_names(2)[0]) == ["one", "two"]
+    assert [(len(names), are_all) for names, are_all in (folder.first_names(1), folder.first_names(0))] == [
+        (1, False),
+        (0, False),
+    ]
     one.rename(Beneath(root, "a/three"))
     assert not one.exists()
     assert Beneath(root, "a").names() == ["b", "three"]

@@ -16,6 +16,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import ListRequest
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory import following as following_module
+from storage_server.home.directory import journal as journal_module
 from storage_server.home.directory.journal import named_files
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.rules import shares as shares_module
@@ -423,3 +424,55 @@ async def test_a_start_does_not_wait_for_a_journal_that_is_always_another_one(
         async with opened(tmp_path, "a") as one:
             await one.objects.create_bucket(KEY, BUCKET)
             assert one.unread_count == 1
+
+
+async def test_of_a_folder_with_very_many_names_few_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each pass would list them all while nothing else of the server runs. Known servers are still followed."""
+    monkeypatch.setattr(following_module, "NAMES_MAX", 3)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(other, "key", b"data")
+        await one.following.read_journals()
+        folder = tmp_path / "shared" / "writers"
+        for number in range(3):
+            (folder / f"{number:040}").touch()
+        looked_at: list[int] = []
+        first_names = Beneath.first_names
+
+        def counted(place: Beneath, most: int) -> tuple[list[str], bool]:
+            found = first_names(place, most)
+            if place.name == folder.name:
+                looked_at.append(len(found[0]))
+            return found
+
+        monkeypatch.setattr(Beneath, "first_names", counted)
+        await put(other, "later", b"later")
+        whole_s = one.following.whole_s
+        assert await get(one, "later") == b"later"
+        assert max(looked_at) <= 3
+        assert "the folder of writers has more than 3 names" in caplog.text
+        assert one.unread_count == 1
+        assert one.following.whole_s == whole_s  # there may be servers that were not found
+        for path in folder.glob("0*"):
+            if path.is_file():
+                path.unlink()
+        await one.following.read_journals()
+        assert one.unread_count == 0
+        assert one.following.whole_s > whole_s
+
+
+async def test_a_neighbours_folder_with_very_many_names_is_a_problem_of_that_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "NAMES_MAX", 3)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = neighbours_journal(tmp_path, [object_record("good", 8)])
+        for number in range(3):
+            (journal.parent / f"{number:040}").touch()
+        await put(one, "key", b"data")
+        await one.following.read_journals()
+        assert one.unread_count == 1
+        assert await get(one, "key") == b"data"
