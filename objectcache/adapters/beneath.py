@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,25 @@ class Beneath:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
+        self.parent.sync()
+
+    def separate(self) -> None:
+        """Put a copy of the file in its place, durably, where it has several names: a backup may have made them. So
+        nothing that is written then changes what the other names show.
+        """
+        if self.status().st_nlink == 1:
+            return
+        new = self.with_name(f"{self.name}.new")
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+        with (
+            open(self.open(os.O_RDONLY), "rb") as old,
+            open(new.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file,
+        ):
+            shutil.copyfileobj(old, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(self)
         self.parent.sync()
 
     def touch(self) -> float:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory.membership import FORMAT_NAME
 from storage_server.home.directory.rules.records import FILE_ID, WRITERS, writer_of
 from storage_server.kernel.beside import FilesBeside
@@ -114,8 +114,12 @@ class SharedFiles(FilesBeside):
 
     def beat(self) -> None:
         """Show that this server is alive, and take the time from the file system. Raises OSError."""
-        begun_s = time.monotonic()
-        touched_s = (self._writers / self._writer / ALIVE).touch()
+        begun_s, alive = time.monotonic(), self._writers / self._writer / ALIVE
+        try:
+            touched_s = alive.touch()
+        except UnsafeFileError:
+            alive.separate()
+            touched_s = alive.touch()
         self._beaten_s = begun_s
         self._ahead_s = (*self._ahead_s, touched_s - time.monotonic())[-BEATS_KEPT:]
         self.tells_whole_seconds = touched_s.is_integer()

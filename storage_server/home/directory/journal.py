@@ -18,7 +18,7 @@ from functools import partial
 
 from awscrt.checksums import crc32c
 
-from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory.rules.records import (
     FRAME_BYTES_MAX,
     HEAD,
@@ -87,7 +87,11 @@ class OwnJournal:
         self.close()
         self.generation = newest(self._folder) or 1
         place = _place(self._folder, self.generation)
-        self._fd = place.open(os.O_RDWR | os.O_CREAT)
+        try:
+            self._fd = place.open(os.O_RDWR | os.O_CREAT)
+        except UnsafeFileError:
+            place.separate()
+            self._fd = place.open(os.O_RDWR)
         self._disk.sync_directory(self._folder)
         for name in self._folder.names():  # what a crash has left of a rewrite
             if name != place.name and _NAME.match(name.removesuffix(".new")):

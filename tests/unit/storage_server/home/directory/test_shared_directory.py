@@ -1510,3 +1510,21 @@ async def test_a_copy_of_a_servers_data_directory_deletes_nothing_of_its_origin(
             with pytest.raises(ServerError, match="another server writes this journal"):
                 await copied._delete_dead()
         assert await get(one, "key") == data
+
+
+async def test_a_backup_of_hard_links_stops_no_server(tmp_path: Path) -> None:
+    """`cp -al` gives each file a second name, and what has several names is not written to."""
+    shared, backup = tmp_path / "shared", tmp_path / "backup"
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        shutil.copytree(shared, backup, copy_function=os.link)
+        one.files.beat()
+        await put(one, "meanwhile", b"data")
+        journal = journal_of(tmp_path, one)
+    kept = (backup / journal.relative_to(shared)).read_bytes()
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await put(one, "later", b"data")
+        for key in ("key", "meanwhile", "later"):
+            assert [await get(shared, key) for shared in (one, other)] == [b"data"] * 2
+    assert (backup / journal.relative_to(shared)).read_bytes() == kept
