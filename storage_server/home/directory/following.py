@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -39,7 +40,35 @@ RENEWALS_WAITED_FOR = 2
 """A journal that is written anew more often in one pass, or at a start, is left behind as a late one."""
 """For so long a late journal is left alone that cannot be read on."""
 _LATE = "it has more than others may be kept waiting for, and is read beside"
+_LINES_PER_MINUTE = 10
+_NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
+
+
+class _ToldProblems:
+    """Which problem of which journal the log has been told: each kind once, in a few lines a minute."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}
+        self._minute_s = float("-inf")
+        self._line_count = 0
+
+    def is_due(self, writer: str, problem: str, now_s: float) -> bool:
+        """Whether the log is to be told of it now. Problems that differ in numbers alone are of one kind."""
+        kind = _NUMBER.sub("", problem)
+        if self._kinds.get(writer) == kind:
+            return False
+        if now_s - self._minute_s >= 60.0:
+            self._minute_s, self._line_count = now_s, 0
+        if self._line_count >= _LINES_PER_MINUTE:
+            return False
+        self._kinds[writer] = kind
+        self._line_count += 1
+        return True
+
+    def forget(self, writer: str) -> None:
+        """The journal has no problem any more."""
+        self._kinds.pop(writer, None)
 
 
 class Following:
@@ -61,6 +90,7 @@ class Following:
         """Writers that have used up what is waited for, until they are read to their ends."""
         self._catching_up: asyncio.Task[None] | None = None
         self._problems: dict[str, str] = {}
+        self._told = _ToldProblems()
         self._untold: list[Shown] = []
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
@@ -234,6 +264,7 @@ class Following:
             _log.warning("the folder of %s is gone, with its journal", writer)
             self._late.discard(writer)
             self._problems.pop(writer, None)
+            self._told.forget(writer)
 
     def _leave_behind(self, writer: str) -> None:
         """Nobody waits for this writer's journal until it is read to its end."""
@@ -317,8 +348,9 @@ class Following:
             if journal.problem is None:
                 if journal.writer not in self._late:
                     self._problems.pop(journal.writer, None)
+                    self._told.forget(journal.writer)
                 continue
-            if self._problems.get(journal.writer) != journal.problem:
+            if self._told.is_due(journal.writer, journal.problem, time.monotonic()):
                 _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
             self._problems[journal.writer] = journal.problem
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -476,3 +479,27 @@ async def test_a_neighbours_folder_with_very_many_names_is_a_problem_of_that_one
         await one.following.read_journals()
         assert one.unread_count == 1
         assert await get(one, "key") == b"data"
+
+
+async def test_a_problem_that_lasts_is_told_once_and_many_are_told_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stamp of days to come is some seconds less ahead at each look, and there may be thousands of journals."""
+    now_s = 1e6
+    monkeypatch.setattr(following_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s))
+    told = re.compile(r"the journal of (\d+) can be read no further: a stamp .* s later than any may be now")
+    most = 10
+    async with opened(tmp_path, "a") as one:
+        late = [object_record("key", int((time.time() + 30 * AHEAD_S) * 1e6))]
+        for number in range(most + 2):
+            folder = tmp_path / "shared" / "writers" / f"{number:012}"
+            folder.mkdir()
+            (folder / "journal-1").write_bytes(framed(json.dumps(late).encode()))
+        for minute in range(3):
+            for shown_s in range(2):
+                monkeypatch.setattr(one.files, "_ahead_s", (one.files._ahead_s[0] + 100 * minute + shown_s,))
+                await one.following.read_journals()
+            assert len(told.findall(caplog.text)) == min(most * (minute + 1), most + 2)
+            now_s += 60.0
+        assert len(set(told.findall(caplog.text))) == most + 2
+        assert one.unread_count == most + 2
