@@ -47,6 +47,7 @@ RUNS = {
         "-m objectcache bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
     ),
     "concurrency": Run("-m objectcache bench concurrency", "concurrency.png"),
+    "growth": Run("-m objectcache bench growth --folder /dev/shm", "growth.png"),
     "ladder": Run("-m objectcache bench ladder", "ladder"),
     "scheduler-live": Run("-m objectcache bench scheduler --parts live --time-scale 0.5", "."),
     "scheduler-cost": Run("-m objectcache bench scheduler --parts cost"),
