@@ -32,6 +32,7 @@ from bench.experiments.cluster import show as cluster
 from bench.experiments.concurrency import show as concurrency
 from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
+from bench.experiments.growth import show as growth
 from bench.experiments.orchestrator.run import show as orchestrator
 from bench.experiments.s3.results import show as s3
 from bench.experiments.upstream import show as upstream
@@ -248,6 +249,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     },
     "orchestrator-shared": ("orchestrator-shared", _of(orchestrator, "shared")),
     "concurrency": ("concurrency", _of(concurrency, "levels")),
+    "growth": ("growth", _of(growth, "growth")),
     **{f"overlap-{name}": ("overlap", _of(overlap, name)) for name in OVERLAP},
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),

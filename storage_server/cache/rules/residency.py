@@ -63,11 +63,6 @@ class Residency:
         return self._forms.total()
 
     @property
-    def free_bytes(self) -> int:
-        """The memory in bytes that nobody uses."""
-        return self._free.nbytes
-
-    @property
     def used_bytes(self) -> int:
         """The memory in bytes that extents lie in, or are being copied into."""
         return self._total_bytes - self._free.nbytes

@@ -60,7 +60,7 @@ def test_what_is_still_being_read_in_is_not_there_yet() -> None:
     assert residency.admit([key_of(one)], {key_of(one): one}) == ([], [])
     assert residency.pin([one]) == [None]
     residency.dropped(one)
-    assert residency.free_bytes == 4 * UNIT
+    assert residency.used_bytes == 0
 
 
 def test_what_finds_no_span_is_refused() -> None:
@@ -68,7 +68,7 @@ def test_what_finds_no_span_is_refused() -> None:
     residency = Residency(4 * UNIT)
     assert bring_in(residency, [extent(number) for number in range(5)]) == ([0, 1, 2, 3], [4])
     evict(residency, extent(0), extent(2))
-    assert residency.free_bytes == 2 * UNIT
+    assert residency.used_bytes == 2 * UNIT
     assert bring_in(residency, [extent(9, 2 * UNIT), extent(8)]) == ([8], [9])
 
 
@@ -90,9 +90,9 @@ def test_a_form_that_is_larger_than_the_span_is_refused_and_one_as_large_frees_n
     assert not residency.recode(key_of(first), encoded(2 * UNIT + 1))
     assert residency.place(key_of(first)) == (0, None)
     assert residency.recode(key_of(first), encoded(UNIT + 1))
-    assert residency.free_bytes == 4 * UNIT
+    assert residency.used_bytes == 4 * UNIT
     assert residency.recode(key_of(first), encoded(1))
-    assert residency.free_bytes == 5 * UNIT
+    assert residency.used_bytes == 3 * UNIT
     evict(residency, first)
     assert bring_in(residency, [extent(3, 2 * UNIT)]) == ([3], [])
     assert residency.place(key_of(extent(3))) == (0, None)
@@ -127,9 +127,9 @@ def test_what_is_evicted_while_it_is_read_in_goes_when_it_has_come() -> None:
     one = extent(1)
     residency.admit([key_of(one)], {key_of(one): one})
     evict(residency, one)
-    assert residency.free_bytes == UNIT
+    assert residency.used_bytes == UNIT
     residency.filled(one)
-    assert residency.free_bytes == 2 * UNIT
+    assert residency.used_bytes == 0
     evict(residency, one)
     assert residency.evicted_count == 1
 
