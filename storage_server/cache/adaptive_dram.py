@@ -87,32 +87,32 @@ class AdaptiveTier(DramTier):
     async def _evict(self, decision: TierDecision) -> None:
         for start, keys in in_parts(decision.evicted):
             await let_others_run(start)
-            self._residency.evict(keys)
+            self.residency.evict(keys)
 
     async def _recode(self, decision: TierDecision) -> None:
         for key, encoding in decision.recoded.items():
             if self._closed:
                 return
             if not await self._recoded(key, encoding):
-                self._residency.evict([key])
+                self.residency.evict([key])
                 await self._forgotten([key])
 
     async def _recoded(self, key: Key, encoding: Encoding) -> bool:
         """Encode a chunk further in its place."""
         codec, reading = encoding.codec, encoding.reading
-        place = self._residency.place(key)
+        place = self.residency.place(key)
         if place is None:
             return False
         offset, before = place
         if before is not None and not (goes_on(before.codec, codec) and reading.is_shape_of(before)):
             return False
-        self._residency.hold(key)
+        self.residency.hold(key)
         try:
             made = await self._encoded(offset, before, reading, codec)
         except MemoryError:
             return False
         finally:
-            self._residency.release(key)
+            self.residency.release(key)
         if made is None:
             if before is None:
                 self._utility.note_unencodable(key, reading.shape)
@@ -121,9 +121,9 @@ class AdaptiveTier(DramTier):
         if before is None:
             self._utility.note_error(reading, codec, encoded.worst_error)
         for _ in range(RECODE_ATTEMPTS):
-            if self._residency.place(key) != place:
+            if self.residency.place(key) != place:
                 return False
-            if self._residency.recode(key, encoded):
+            if self.residency.recode(key, encoded):
                 self._view[offset : offset + len(data)] = data
                 self._utility.note_made(key, encoded)
                 return True
@@ -148,15 +148,15 @@ class AdaptiveTier(DramTier):
             encoded_bytes: dict[Key, int] = {}
             keys: list[Key] = []
             for key, encoding in part:
-                if key not in known or self._residency.holds(key):
+                if key not in known or self.residency.holds(key):
                     refused.append(key)  # its former form is being read, so it has not left
                     continue
                 keys.append(key)
                 if encoding is not None:
                     encoded_bytes[key] = encoding.reading.chunk_bytes(encoding.codec)
-            come, refuse = self._residency.admit(keys, known, encoded_bytes)
+            come, refuse = self.residency.admit(keys, known, encoded_bytes)
             if refuse and self._slide(max(encoded_bytes.get(key, known[key].nbytes) for key in refuse)):
-                more, refuse = self._residency.admit(refuse, known, encoded_bytes)
+                more, refuse = self.residency.admit(refuse, known, encoded_bytes)
                 come += more
             for extent, offset in come:
                 wanted = decision.admitted[key_of(extent)]
@@ -169,7 +169,7 @@ class AdaptiveTier(DramTier):
 
     def _slide(self, nbytes: int) -> bool:
         """Move chunks together, so that one of `nbytes` finds a span. Whether anything has moved."""
-        moves = self._residency.slide(aligned(nbytes), SLIDE_BYTES_MAX)
+        moves = self.residency.slide(aligned(nbytes), SLIDE_BYTES_MAX)
         for before, after, length in moves:
             self._view[after : after + length] = self._view[before : before + length]
         return bool(moves)

@@ -137,6 +137,24 @@ class CacheSet:
             for cache in nlargest(CACHES_MAX, self.all(), key=lambda cache: cache.taken_bytes)
         ]
 
+    def lacking(self) -> list[tuple[int, str | None]]:
+        """How many bytes those that wait lack in the directory, for None, and in each bucket that is a cache."""
+        lacking: list[tuple[int, str | None]] = [(self._bound.lacking_bytes - self._space.dying_bytes, None)]
+        bounds = [(bucket, cache.bound) for bucket, cache in self.buckets.items()]
+        return lacking + [(bound.lacking_bytes, bucket) for bucket, bound in bounds if bound is not None]
+
+    def hopeless(self, *, has_changes: bool) -> list[Bound]:
+        """The bounds in which somebody waits for room, and nothing can leave, nor is on its way: that may leave when it
+        has come. None where there are changes that the books do not know of yet.
+        """
+        if has_changes or self._space.dying_bytes:
+            return []
+        return [
+            bound
+            for bound in self.bounds()
+            if bound.waiting_bytes and not bound.reserved_bytes and not bound.arriving_count
+        ]
+
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket, and of parts in all caches, in which a body needs room; none where it is no cache."""
         cache = self.buckets.get(bucket)

@@ -58,7 +58,8 @@ class DramTier:
     ) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._source = source
-        self._residency = Residency(self.nbytes)
+        self.residency = Residency(self.nbytes)
+        """The extents in memory, and the counts of them."""
         self._policy = POLICIES[eviction](self.nbytes)
         self._books = ThreadPoolExecutor(1, "dram-books")
         self._fillers = ThreadPoolExecutor(1, "dram-fill")
@@ -74,36 +75,6 @@ class DramTier:
             self.address = self._area.address
 
     @property
-    def resident_count(self) -> int:
-        """Extents in memory."""
-        return self._residency.resident_count
-
-    @property
-    def resident_bytes(self) -> int:
-        """The memory in bytes that extents lie in, or are being copied into."""
-        return self._residency.used_bytes
-
-    @property
-    def hit_count(self) -> int:
-        """How many extents deliveries found in memory."""
-        return self._residency.hit_count
-
-    @property
-    def missed_count(self) -> int:
-        """How many extents deliveries had to read."""
-        return self._residency.missed_count
-
-    @property
-    def evicted_count(self) -> int:
-        """How many extents were evicted for others."""
-        return self._residency.evicted_count
-
-    @property
-    def form_counts(self) -> dict[str, int]:
-        """How many extents lie in memory in each form."""
-        return self._residency.form_counts
-
-    @property
     def encoded_bytes(self) -> int:
         """Bytes of exact chunks that have been encoded."""
         return 0
@@ -115,7 +86,7 @@ class DramTier:
 
     def has(self, extents: Sequence[Extent], reader: Takes | None) -> bool:
         """Whether all these extents are in memory in forms that the reader takes."""
-        return bool(extents) and all(self._residency.has(extent, reader) for extent in extents)
+        return bool(extents) and all(self.residency.has(extent, reader) for extent in extents)
 
     @asynccontextmanager
     async def lent(self, extents: Sequence[Extent], reading: Reading | None = None) -> AsyncIterator[Lent]:
@@ -131,7 +102,7 @@ class DramTier:
         try:
             for start, part in in_parts(extents):
                 await let_others_run(start)
-                offsets += self._residency.pin(part, reading)
+                offsets += self.residency.pin(part, reading)
             if self._landed is not None and None in offsets and all(map(is_whole, extents)):
                 landings = np.zeros(len(extents), dtype=np.int64)
                 deciding = self._track(self._coming(extents, landings, reading))
@@ -175,7 +146,7 @@ class DramTier:
         """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
         for start, asked in in_parts(extents):
             await let_others_run(start)
-            self._residency.unpin(asked, offsets[start : start + len(asked)])
+            self.residency.unpin(asked, offsets[start : start + len(asked)])
         coming = await (self._coming(extents, None, reading) if deciding is None else deciding)
         left = deque(coming)
         try:
@@ -190,7 +161,7 @@ class DramTier:
 
     def _forms(self, extents: Sequence[Extent], offsets: Sequence[int | None]) -> list[Encoded | None] | None:
         found = [
-            None if offset is None else self._residency.form(extent)
+            None if offset is None else self.residency.form(extent)
             for extent, offset in zip(extents, offsets, strict=True)
         ]
         return found if any(form is not None for form in found) else None
@@ -235,10 +206,10 @@ class DramTier:
         refused: list[Key] = []
         for start, keys in in_parts(evicted):
             await let_others_run(start)
-            self._residency.evict(keys)
+            self.residency.evict(keys)
         for start, keys in in_parts(admitted):
             await let_others_run(start)
-            come, refuse = self._residency.admit(keys, known)
+            come, refuse = self.residency.admit(keys, known)
             coming += come
             refused += refuse
         await self._forgotten(refused)
@@ -269,7 +240,7 @@ class DramTier:
                 is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
                 taken = left.popleft()
                 if is_good:
-                    self._residency.filled(extent, self._form_of_copy(extent, offset))
+                    self.residency.filled(extent, self._form_of_copy(extent, offset))
                 else:
                     bad.append(taken)
         finally:
@@ -282,7 +253,7 @@ class DramTier:
 
     async def _dropped(self, coming: Sequence[tuple[Extent, int]]) -> None:
         for extent, _ in coming:
-            self._residency.dropped(extent)
+            self.residency.dropped(extent)
         await self._forgotten([key_of(extent) for extent, _ in coming])
 
     def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:

@@ -11,28 +11,25 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import groupby
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.long_lived import note_long_lived
 from storage_server.cache.cache_set import CacheSet
-from storage_server.cache.caches import is_pinned
+from storage_server.cache.evictions import Evictions
 from storage_server.cache.former_objects import FormerObjects
 from storage_server.cache.news import AskedPrefix, News
 from storage_server.cache.replacements import Replacements
 from storage_server.cache.replacer import Replacer
 from storage_server.cache.rules.books import Victim
-from storage_server.cache.rules.departures import Departures
 from storage_server.cache.written_uses import Change, WrittenUses
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.reader import IndexReader
-from storage_server.kernel.removal import remove_versions
 from storage_server.kernel.rules.rows import Committed
 from storage_server.kernel.time_of_day import TimeOfDay
 from storage_server.kernel.watcher import Watcher
@@ -75,15 +72,10 @@ class Evictor(Watcher):
         self.news = News(self.caches, self._now)
         self.written = WrittenUses(self.caches, self.news, self._io, change, self._day, self._want)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._departures = Departures()
-        self._leaving_one = asyncio.Lock()
+        self.evictions = Evictions(self.caches, self.news, self._io, change, self._now)
         self._replacements: Replacements | None = None
         self._told_refusals = 0
         self._told_refusals_at = -math.inf
-        self.evicted_count = 0
-        """Objects that were evicted since the start."""
-        self.evicted_bytes = 0
-        """The bytes of these objects."""
 
     def _now(self) -> float:
         """The time of day, without leaps ahead: what `ttl_s` deletes, a wrong clock must not."""
@@ -93,7 +85,8 @@ class Evictor(Watcher):
         """Have chunks of these buckets encoded before they leave. Called before `run`."""
         found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
         if found:
-            self._replacements = Replacements(replacer, found, self._leaving, self._delete, self.caches.aside_bytes_max)
+            evictions, room_bytes = self.evictions, self.caches.aside_bytes_max
+            self._replacements = Replacements(replacer, found, evictions.leaving, evictions.delete, room_bytes)
 
     @property
     def aside_bytes(self) -> int:
@@ -131,14 +124,14 @@ class Evictor(Watcher):
 
     def before_lookup(self) -> int:
         """How many batches have left."""
-        return self._departures.ended_count
+        return self.evictions.departures.ended_count
 
     def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, since: int, lease_s: float = 0.0) -> int:
         """Note that a prefix was looked up, whose first `matched` chunks are to be kept for `lease_s`. Returns how many
         of them do not leave, and have not left since the index was read. Raises ServerError(SlowDown) where the lease
         cannot be given now.
         """
-        matched = self._departures.staying_count(bucket, keys, matched, since)
+        matched = self.evictions.departures.staying_count(bucket, keys, matched, since)
         cache = self.caches.of(bucket)
         if cache is None or not (matched < len(keys) or lease_s > 0):
             return matched
@@ -262,77 +255,27 @@ class Evictor(Watcher):
         if self._replacements is not None:
             victims = self._replacements.set_aside(victims, self._now())
             try:
-                victims += await self._given_up(self._replacements)
+                victims += await self.evictions.given_up(self._replacements)
             except BaseException:
-                await self._take_back(victims)
+                await self.evictions.take_back(victims)
                 raise
         for start in range(0, len(victims), VICTIMS_PER_CHANGE):
             try:
-                await self._evict(victims[start : start + VICTIMS_PER_CHANGE])
+                await self.evictions.evict(victims[start : start + VICTIMS_PER_CHANGE])
             except BaseException:  # what did leave is among the news, and is forgotten again
-                await self._take_back(victims[start:])
+                await self.evictions.take_back(victims[start:])
                 raise
         if self._bound.waiting_bytes and self._space.dying_bytes:
             self._sync_soon()
-        if not victims and self._hopeless():
+        if not victims and self.caches.hopeless(has_changes=self.news.has_changes):
             for _ in range(2):  # the committer gives back what has ended without a row before it takes the next change
                 await self._change(lambda tx: None)
-            for bound in self._hopeless():
+            for bound in self.caches.hopeless(has_changes=self.news.has_changes):
                 waits_for_readers = bound is self._bound and await self._io.run(self._readers_withhold)
-                if not waits_for_readers and bound in self._hopeless():  # what readers gave up just now comes back
+                # what readers gave up just now comes back
+                if not waits_for_readers and bound in self.caches.hopeless(has_changes=self.news.has_changes):
                     bound.refuse()
         return bool(victims)
-
-    def _hopeless(self) -> list[Bound]:
-        """The bounds in which somebody waits for room, and nothing can leave, nor is on its way: that may leave when it
-        has come.
-        """
-        if self.news.has_changes or self._space.dying_bytes:
-            return []
-        return [
-            bound
-            for bound in self.caches.bounds()
-            if bound.waiting_bytes and not bound.reserved_bytes and not bound.arriving_count
-        ]
-
-    async def _given_up(self, replacements: Replacements) -> list[Victim]:
-        """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""
-        async with self._leaving_one:
-            taken = replacements.give_up(self._bound.lacking_bytes - self._space.dying_bytes)
-            for bucket, cache in self.caches.buckets.items():
-                if cache.bound is not None:
-                    taken += replacements.give_up(cache.bound.lacking_bytes, bucket)
-            if not taken:
-                return []
-            try:
-                return await self._io.run(lambda: [victim for victim in taken if self._may_leave(victim)])
-            except BaseException:
-                await self._take_back(taken)
-                raise
-
-    def _may_leave(self, victim: Victim) -> bool:
-        """Runs in the thread."""
-        self.news.take_over()
-        cache = self.caches.of(victim.bucket)
-        return cache is None or cache.is_gone(victim.key) or not cache.books.takes_back(victim)
-
-    @asynccontextmanager
-    async def _leaving(self, victim: Victim) -> AsyncIterator[bool]:
-        """Whether a victim that was set aside may leave; while the block runs no lookup promises it."""
-        async with self._leaving_one:
-            self._departures.begin([(victim.bucket, victim.key)])
-            try:
-                yield await self._io.run(partial(self._may_leave, victim))
-            finally:
-                self._departures.end()
-
-    async def _delete(self, victim: Victim) -> None:
-        try:
-            removed = await self._removed(victim.bucket, [victim])
-        except BaseException:
-            await self._take_back([victim])
-            raise
-        self._count(victim.bucket, [victim] * removed, removed)
 
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
@@ -345,47 +288,3 @@ class Evictor(Watcher):
         news.take_over()
         kept_bytes, now = caches.kept_bytes(aside_bytes, is_restored=news.is_restored), self._now()
         return [victim for cache in caches.all() for victim in cache.books.leaving(kept_bytes[id(cache)], now)]
-
-    async def _evict(self, victims: Sequence[Victim]) -> None:
-        for bucket, group in groupby(sorted(victims, key=lambda victim: victim.bucket), lambda victim: victim.bucket):
-            async with self._leaving_one:
-                chosen = list(group)
-                self._departures.begin((bucket, victim.key) for victim in chosen)
-                try:
-                    chosen = await self._io.run(partial(self.news.not_asked, chosen))
-                    evicted = await self._removed(bucket, chosen)
-                finally:
-                    self._departures.end()
-            self._count(bucket, chosen, evicted)
-
-    async def _removed(self, bucket: str, victims: Sequence[Victim]) -> int:
-        """Delete those that still show what was chosen. One that somebody has pinned since stays: it is among the news
-        then.
-        """
-        versions = {victim.key: victim.entry.version for victim in victims}
-        idle = {victim.key for victim in victims if victim.entry.has_idle_pin}
-        now = self._now()
-        return await remove_versions(
-            self._change, bucket, versions, lambda info: info.key not in idle and is_pinned(info.attributes, now)
-        )
-
-    def _count(self, bucket: str, victims: Sequence[Victim], evicted: int) -> None:
-        nbytes = sum(victim.entry.nbytes for victim in victims)
-        self.evicted_count += evicted
-        self.evicted_bytes += nbytes
-        cache = self.caches.of(bucket)
-        if cache is not None and victims:
-            cache.evicted_count += evicted
-            cache.evicted_bytes += nbytes
-            cache.eviction_age_s = max(0.0, self._now() - victims[-1].entry.used_at)
-
-    async def _take_back(self, victims: Sequence[Victim]) -> None:
-        """Note again what did not leave, unless its key shows something else, or nothing, by now."""
-
-        def put_back() -> None:
-            for victim in victims:
-                cache = self.caches.of(victim.bucket)
-                if cache is not None and not cache.is_gone(victim.key) and not cache.books.takes_back(victim):
-                    cache.books.put((victim.bucket, victim.key), victim.entry)
-
-        await self._io.run(put_back)

@@ -38,12 +38,12 @@ def memory_readings(dram: DramTier, staging: StagingPool) -> Iterator[Reading]:
     yield metrics.STAGING_USED, _one((staging.slot_count - staging.free_count) * staging.slot_bytes)
     yield metrics.STAGING_SIZE, _one(staging.slot_count * staging.slot_bytes)
     yield metrics.DRAM_SIZE, _one(dram.nbytes)
-    yield metrics.DRAM_RESIDENT, _one(dram.resident_bytes)
-    yield metrics.DRAM_EXTENTS, _one(dram.resident_count)
-    yield metrics.DRAM_HITS, _one(dram.hit_count)
-    yield metrics.DRAM_MISSES, _one(dram.missed_count)
-    yield metrics.DRAM_EVICTED, _one(dram.evicted_count)
-    yield metrics.DRAM_FORMS, {(codec,): float(count) for codec, count in dram.form_counts.items()}
+    yield metrics.DRAM_RESIDENT, _one(dram.residency.used_bytes)
+    yield metrics.DRAM_EXTENTS, _one(dram.residency.resident_count)
+    yield metrics.DRAM_HITS, _one(dram.residency.hit_count)
+    yield metrics.DRAM_MISSES, _one(dram.residency.missed_count)
+    yield metrics.DRAM_EVICTED, _one(dram.residency.evicted_count)
+    yield metrics.DRAM_FORMS, {(codec,): float(count) for codec, count in dram.residency.form_counts.items()}
     yield metrics.DRAM_ENCODED, _one(dram.encoded_bytes)
     yield metrics.DRAM_ENCODING, _one(dram.encoding_s)
 
@@ -57,8 +57,8 @@ def store_readings(store: EmbeddedStore) -> Iterator[Reading]:
     store.space.measure()
     yield metrics.STORE_USED, _one(store.space.used_bytes)
     yield metrics.STORE_BOUND, _one(store.space.bound_bytes or 0)
-    yield metrics.STORE_EVICTED, _one(store.evictor.evicted_count)
-    yield metrics.STORE_EVICTED_BYTES, _one(store.evictor.evicted_bytes)
+    yield metrics.STORE_EVICTED, _one(store.evictor.evictions.evicted_count)
+    yield metrics.STORE_EVICTED_BYTES, _one(store.evictor.evictions.evicted_bytes)
     replacer = store.replacer
     yield metrics.STORE_REPLACED, _one(0 if replacer is None else replacer.replaced_count)
     yield metrics.STORE_REPLACED_BYTES, _one(0 if replacer is None else replacer.freed_bytes)

@@ -207,7 +207,7 @@ def test_a_chunk_that_cannot_be_taken_into_memory_is_served_from_the_source(tmp_
         with local.client(BUCKET, "http") as client:
             for count in (N - 1, N):
                 assert fetched(client) == CHUNKS.tobytes()
-                assert eventually(lambda count=count: local.storage.dram.resident_count == count)
+                assert eventually(lambda count=count: local.storage.dram.residency.resident_count == count)
             assert fetched(client) == CHUNKS.tobytes()
 
 

@@ -237,7 +237,7 @@ def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_p
             client.put_chunks(keys, list(chunks))
         for _ in range(4):
             assert fetched(local, keys) == chunks.tobytes()
-        assert eventually(lambda: local.storage.dram.resident_count == N)
+        assert eventually(lambda: local.storage.dram.residency.resident_count == N)
         assert fetched(local, keys) == chunks.tobytes()
         maps = Path(f"/proc/{local.storage.ucx.engine.pid}/maps").read_text()
         shared = [line.split()[1] for line in maps.splitlines() if "memfd:objectcache" in line]

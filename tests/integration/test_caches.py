@@ -119,7 +119,7 @@ async def test_a_bucket_with_a_capacity_never_takes_more(tmp_path: Path) -> None
             assert await get(storage, "cached", key) in (content(key), None)  # None: evicted since
 
         async def all_are_counted() -> bool:
-            return storage.store.evictor.evicted_count == 64 - len(await keys_of(storage, "cached"))
+            return storage.store.evictor.evictions.evicted_count == 64 - len(await keys_of(storage, "cached"))
 
         await until(all_are_counted)
 
@@ -209,7 +209,7 @@ async def test_room_that_is_waited_for_comes_before_the_next_sync_is_due(
     async with opened(tmp_path, **settings) as storage:
         for number in range(120):
             await put(storage, "cached", f"key-{number:03}", MIB)
-        assert storage.store.evictor.evicted_count > 60
+        assert storage.store.evictor.evictions.evicted_count > 60
 
 
 async def test_an_object_larger_than_its_bucket_is_refused(tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value) -> 
 
         def is_warm() -> bool:
             client.fetch(keys, LAYOUT, buffer, accept=Accept((codec,), "bfloat16")).wait(30)
-            return eventually(lambda: tier(local).form_counts == {codec: len(keys)}, 1)
+            return eventually(lambda: tier(local).residency.form_counts == {codec: len(keys)}, 1)
 
-        assert eventually(is_warm), tier(local).form_counts
+        assert eventually(is_warm), tier(local).residency.form_counts
 
 
 def fetched(
@@ -206,7 +206,7 @@ def test_chunks_are_encoded_further_where_they_lie(tmp_path: Path) -> None:
 
             def holds(codec: Codec, count: int, used: int) -> bool:
                 fetched(client, keys[:used], accept)
-                return tier(running).form_counts.get(codec.value, 0) >= count
+                return tier(running).residency.form_counts.get(codec.value, 0) >= count
 
             assert eventually(lambda: holds(Codec.KIVI8, 7, 8))
             assert eventually(lambda: holds(Codec.KIVI4, 12, 16))
@@ -349,7 +349,7 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
                 assert is_further or np.array_equal(chunk, back[codec][at])
     assert len(seen) == 3
     dram = tier(local)
-    assert eventually(lambda: dram.decided_bytes == dram.resident_bytes <= dram.nbytes)
+    assert eventually(lambda: dram.decided_bytes == dram.residency.used_bytes <= dram.nbytes)
 
 
 def test_readers_with_and_without_accept_in_turn_change_no_form(
@@ -364,15 +364,17 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
             exact, _, _ = fetched(client, keys, None)
             assert np.array_equal(exact, chunks)
             fetched(client, keys, ACCEPT)
-            return dram.resident_count == COUNT
+            return dram.residency.resident_count == COUNT
 
         def state() -> tuple[int, int, dict[str, int]]:
-            return dram.evicted_count, dram.encoded_bytes, dram.form_counts
+            return dram.residency.evicted_count, dram.encoded_bytes, dram.residency.form_counts
 
         def is_steady() -> bool:
             """The tier carries out behind a turn what it has decided."""
             before = state()
-            return all(turn() for _ in range(3)) and dram.decided_bytes == dram.resident_bytes and state() == before
+            return (
+                all(turn() for _ in range(3)) and dram.decided_bytes == dram.residency.used_bytes and state() == before
+            )
 
         assert eventually(is_steady)
         before = state()
@@ -393,5 +395,5 @@ def test_chunks_that_are_no_numbers_stay_exact(local: LocalStack, transport: str
             found, forms, _ = fetched(client, keys, ACCEPT)
             assert np.array_equal(found, chunks)
             assert forms is None or forms.is_exact
-            eventually(lambda: tier(local).resident_count > 0, 0.5)
-        assert set(tier(local).form_counts) <= {EXACT}
+            eventually(lambda: tier(local).residency.resident_count > 0, 0.5)
+        assert set(tier(local).residency.form_counts) <= {EXACT}

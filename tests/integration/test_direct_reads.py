@@ -69,7 +69,7 @@ def prefix(request: pytest.FixtureRequest, stack: LocalStack, tmp_path: Path) ->
 def test_cold_chunks_arrive_whole_and_stay_in_memory(stack: LocalStack, prefix: Prefix, delivery: Delivery) -> None:
     """The next delivery reads no file."""
     prefix.fetch(delivery)
-    assert eventually(lambda: stack.storage.dram.resident_count == N)
+    assert eventually(lambda: stack.storage.dram.residency.resident_count == N)
     read = stack.storage.store.files.open.lent
     stack.storage.store.files.open.lent = None
     prefix.fetch(delivery)
@@ -86,7 +86,7 @@ def test_a_prefix_larger_than_the_memory_arrives_again_and_again(tmp_path: Path)
             for _ in range(4):
                 made.fetch(Delivery.LAYER_MAJOR)
                 made.make_cold()
-            assert 0 < stack.storage.dram.resident_count <= 5
+            assert 0 < stack.storage.dram.residency.resident_count <= 5
 
 
 def test_damage_is_told_with_its_chunk_and_layer_and_stays_out_of_memory(stack: LocalStack, prefix: Prefix) -> None:
@@ -96,7 +96,7 @@ def test_damage_is_told_with_its_chunk_and_layer_and_stays_out_of_memory(stack: 
         prefix.client.fetch(prefix.keys, LAYOUT, prefix.buffer, delivery=Delivery.LAYER_MAJOR).wait(30)
     if prefix.transport != "http":
         assert (failed.value.index, failed.value.layer) == (4, 3)
-    assert eventually(lambda: stack.storage.dram.resident_count == N - 1)
+    assert eventually(lambda: stack.storage.dram.residency.resident_count == N - 1)
     assert prefix.client.lookup(prefix.keys) == 4
 
 

@@ -26,7 +26,7 @@ def test_deliveries_from_memory_are_the_stored_bytes(local: LocalStack, keys: li
             return buffer.tobytes()
 
         assert fetched() == chunks.tobytes()
-        assert eventually(lambda: local.storage.dram.resident_count == N)
+        assert eventually(lambda: local.storage.dram.residency.resident_count == N)
         read = local.storage.store.files.open.lent
         local.storage.store.files.open.lent = None  # type: ignore[assignment,method-assign]
         assert fetched() == chunks.tobytes()
@@ -43,6 +43,6 @@ def test_damaged_bytes_do_not_come_in(local: LocalStack, keys: list[str]) -> Non
         local.damage("chunks", keys[4], 50_000)
         with pytest.raises(ObjectCacheError):
             client.fetch(keys, LAYOUT, buffer).wait(30)
-        assert eventually(lambda: local.storage.dram.resident_count == N - 1)
+        assert eventually(lambda: local.storage.dram.residency.resident_count == N - 1)
         with pytest.raises(ObjectCacheError):
             client.fetch(keys, LAYOUT, buffer).wait(30)

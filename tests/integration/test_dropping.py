@@ -63,9 +63,9 @@ def warm(local: LocalStack) -> None:
 
         def is_warm() -> bool:
             client.fetch(KEYS, LAYOUT, buffer, accept=ACCEPT).wait(30)
-            return eventually(lambda: tier.form_counts == {Codec.KEYDIFF50.value: COUNT}, 1)
+            return eventually(lambda: tier.residency.form_counts == {Codec.KEYDIFF50.value: COUNT}, 1)
 
-        assert eventually(is_warm), tier.form_counts
+        assert eventually(is_warm), tier.residency.form_counts
 
 
 Fetched = tuple[np.ndarray, list[np.ndarray | None], int]
@@ -147,4 +147,4 @@ def test_pieces_of_a_context_keep_all_their_tokens(tmp_path: Path) -> None:
                 fetch = client.fetch(keys, layout, buffer, accept=ACCEPT)
                 assert all(fetch.wait_layer(layer, 30).kept is None for layer in range(LAYERS))
                 fetch.wait(30)
-        assert set(local.storage.dram.form_counts) <= {"exact"}
+        assert set(local.storage.dram.residency.form_counts) <= {"exact"}

@@ -128,5 +128,5 @@ def test_a_cache_smaller_than_what_is_there_serves_all_of_it(
                 client.fetch(keys[start : start + 10], layout, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
                 assert np.array_equal(buffer, chunks[start : start + 10].ravel())
                 assert allocated(tmp_path / "small") <= 64 * MIB
-        assert small.storage.store.evictor.evicted_count > count
+        assert small.storage.store.evictor.evictions.evicted_count > count
         assert eventually(lambda: small.storage.upstream.fetches.running_count == 0)

@@ -24,10 +24,10 @@ def test_what_was_used_is_in_memory_and_the_rest_on_the_disk(local: LocalStack, 
         assert client.tiers(["0" * 64]) == ()
         assert client.tiers([*keys, "0" * 64]) == ((Tier.DISK, len(keys)),)
         client.fetch(keys[:2], LAYOUT, client.allocate_buffer(LAYOUT.delivery_bytes(2))).wait(30)
-        assert eventually(lambda: local.storage.dram.resident_count == 2)
-        hits = local.storage.dram.hit_count
+        assert eventually(lambda: local.storage.dram.residency.resident_count == 2)
+        hits = local.storage.dram.residency.hit_count
         assert client.tiers(keys) == ((Tier.DRAM, 2), (Tier.DISK, len(keys) - 2))
-        assert local.storage.dram.hit_count == hits
+        assert local.storage.dram.residency.hit_count == hits
 
 
 @pytest.mark.needs_server

@@ -213,7 +213,7 @@ def test_chunks_without_a_layout_are_evicted(tmp_path: Path) -> None:
         keys, chunks = kv_chunks(COUNT)
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk])
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
+        assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 4)
         assert replaced_count(local) == 0
 
 
@@ -226,7 +226,7 @@ def test_chunks_that_cannot_be_encoded_are_evicted(tmp_path: Path, wrong: KvLayo
         chunks[:, :2] = 0xFF  # NaN
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk], kv_layout=wrong or KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
+        assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 4)
         assert replaced_count(local) == 0
 
 
@@ -237,7 +237,7 @@ def test_an_error_above_the_bucket_s_bound_is_not_kept(tmp_path: Path) -> None:
         keys, chunks = kv_chunks(COUNT)
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
+        assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 4)
         assert not forms_of(local, keys)
 
 
@@ -285,7 +285,7 @@ def test_writers_do_not_wait_for_encoding(tmp_path: Path, monkeypatch: pytest.Mo
                 client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
                 page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
                 assert sum(info.nbytes for info in page.objects) <= CAPACITY_BYTES
-            assert eventually(lambda: local.storage.store.evictor.evicted_count >= 40)
+            assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 40)
             assert client.lookup(keys[-8:], accept=ACCEPT) == 8
         finally:
             may_encode.set()

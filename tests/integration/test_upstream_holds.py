@@ -61,7 +61,7 @@ def test_leased_chunks_that_come_later_stay_for_their_descriptor(
         assert eventually(lambda: front.storage.upstream.fetches.fetched_bytes == chunks.nbytes)
         assert eventually(lambda: front.storage.upstream.fetches.running_count == 0)
         client.put_chunks(others, list(bodies))
-        assert eventually(lambda: front.storage.store.evictor.evicted_count >= 40)
+        assert eventually(lambda: front.storage.store.evictor.evictions.evicted_count >= 40)
         upstream.choose = lambda _: Fault.RESET
         buffer = client.allocate_buffer(chunks.nbytes)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
@@ -86,7 +86,7 @@ def test_a_pin_that_was_set_upstream_holds_the_copy(
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
         assert eventually(lambda: pinned_count(front, keys) == 4)
         client.put_chunks(others, list(bodies))
-        assert eventually(lambda: front.storage.store.evictor.evicted_count >= 40)
+        assert eventually(lambda: front.storage.store.evictor.evictions.evicted_count >= 40)
         assert [front.storage.store.objects.stored("chunks", key) is not None for key in keys] == [True] * 4 + [
             False
         ] * 4

@@ -282,7 +282,7 @@ def test_dirty_chunks_are_not_evicted_and_leave_room_for_others(
         for name in names:
             assert get(s3, bucket, name) == content(name, 512 * KIB)
         assert dirty(running).dirty_chunks == status.dirty_chunks
-        assert running.storage.store.evictor.evicted_count > 0
+        assert running.storage.store.evictor.evictions.evicted_count > 0
 
 
 def test_a_damaged_dirty_chunk_is_never_uploaded_and_lookups_stop_before_it(

@@ -115,6 +115,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     model = _text(body, "model")
     output_tokens = _output_tokens(body, kind)
     answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
+    computed = max(answers, _number(body, "best_of", 1, NUMBER_OF_ANSWERS_MAX) or 1)
     tokens, document = _prompt(kind, body, model)
     to_tokenize = None if document is None else _canonical(document)
     lengths = _lengths(body) if tokens is None and document is None else []
@@ -129,11 +130,11 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         model=model,
         tokens=tokens,
         to_tokenize=to_tokenize,
-        output_tokens=output_tokens * answers * max(1, len(lengths)),
+        output_tokens=output_tokens * computed * max(1, len(lengths)),
         is_stream=bool(is_stream),
         session=_session(body, headers),
         salt=_text(body, "cache_salt"),
-        is_deterministic=answers == 1 and body.get("temperature") == 0,
+        is_deterministic=computed == 1 and body.get("temperature") == 0,
         sequence_tokens=output_tokens + max(lengths, default=0),
         prompt_tokens=sum(lengths),
         document_digest="" if to_tokenize is None else hashlib.sha256(to_tokenize).hexdigest(),

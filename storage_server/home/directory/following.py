@@ -23,6 +23,7 @@ from storage_server.home.directory.journal import (
     ReadJournal,
     read_journal,
 )
+from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules.clock import StampClock
 from storage_server.home.directory.rules.records import WRITER, WRITERS, PassedOver
 from storage_server.home.directory.rules.shares import Shares
@@ -35,10 +36,8 @@ LATE_ROWS = 4_000
 """So much of a late journal is read at once, and so long as that took it is left alone then."""
 TOLD_AT_ONCE = 500
 """The event loop hears of so many changes in a few milliseconds."""
-LATE_PAUSE_S = 1.0
 RENEWALS_WAITED_FOR = 2
 """A journal that is written anew more often in one pass, or at a start, is left behind as a late one."""
-"""For so long a late journal is left alone that cannot be read on."""
 _LATE = "it has more than others may be kept waiting for, and is read beside"
 _LINES_PER_MINUTE = 10
 _NUMBER = re.compile(r"\d+")
@@ -83,14 +82,12 @@ class Following:
         self._clock = clock
         self._patience_s = patience_s
         self._io = IoThreads(1)
-        self._late_io = IoThreads(1)
         self._places: dict[str, JournalPlace] = {}
         self._shares = Shares()
-        self._late: set[str] = set()
+        self._late = LateJournals(self._read_late, self._tell_changes)
         """Writers that have used up what is waited for, until they are read to their ends."""
-        self._catching_up: asyncio.Task[None] | None = None
         self._problems: dict[str, str] = {}
-        self._told = _ToldProblems()
+        self._told, self._told_records = _ToldProblems(), _ToldProblems()
         self._untold: list[Shown] = []
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
@@ -124,12 +121,12 @@ class Following:
 
     async def close(self) -> None:
         """Stop."""
-        for task in (self._running, self._next, self._catching_up):
+        for task in (self._running, self._next):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
+        await self._late.close()
         self._io.close()
-        self._late_io.close()
 
     async def run(self, poll_s: float) -> None:
         """Make a pass every `poll_s`, until cancelled."""
@@ -209,7 +206,7 @@ class Following:
     def _read(self, waiting: list[str] | None) -> tuple[list[ReadJournal], list[str]]:
         """Pieces of the journals, together not much more than a step; and the writers that were left out."""
         writers = Beneath(self._root, WRITERS)
-        late = self._late.copy()
+        late = self._late.writers.copy()
         if waiting is None:
             names, are_all = writers.first_names(NAMES_MAX)
             found_writers = frozenset(filter(WRITER.match, names))
@@ -242,7 +239,7 @@ class Following:
         """Carry out what was read."""
         read = list(read)
         self._note_problems(read)
-        found = [journal for journal in read if self._is_news(journal)]
+        found = [journal for journal in read if _is_news(journal, self._places.get(journal.writer, JournalPlace()))]
         if not found:
             return
         for journal in found:
@@ -260,53 +257,29 @@ class Following:
 
     def _forget_gone(self) -> None:
         """Somebody has cleared folders of writers up: nothing more comes from these, and nothing waits for them."""
-        for writer in (self._late | set(self._problems)) - self._listed:
+        for writer in (self._late.writers | set(self._problems)) - self._listed:
             _log.warning("the folder of %s is gone, with its journal", writer)
-            self._late.discard(writer)
+            self._late.writers.discard(writer)
             self._problems.pop(writer, None)
             self._told.forget(writer)
 
     def _leave_behind(self, writer: str) -> None:
         """Nobody waits for this writer's journal until it is read to its end."""
-        self._late.add(writer)
         if self._problems.get(writer) is None:
             _log.warning("the journal of %s: %s", writer, _LATE)
             self._problems[writer] = _LATE
-        if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.create_task(self._catch_up())
+        self._late.add(writer)
 
-    async def _catch_up(self) -> None:
-        """Read the late journals, beside all others, until they are read to their ends."""
-        while self._late:
-            begun_s, pause_s = time.monotonic(), LATE_PAUSE_S
-            for writer in sorted(self._late):
-                try:
-                    if await self._read_late(writer):
-                        pause_s = time.monotonic() - begun_s
-                except ObjectCacheError as error:
-                    _log.warning("the journal of %s: %s", writer, error)
-                except Exception:
-                    _log.exception("the journal of %s could not be read; it is tried again", writer)
-            await self._tell_changes()
-            await asyncio.sleep(pause_s)
-
-    async def _read_late(self, writer: str) -> bool:
-        """Read a piece of a late journal; whether there was any."""
+    async def _read_late(self, writer: str) -> ReadJournal:
+        """Read a piece of a late journal, and carry it out."""
         folder = Beneath(self._root, WRITERS) / writer
-        journal = await self._late_io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
+        journal = await self._late.io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
         await self._carry_out([journal])
         if journal.is_whole:
-            self._late.discard(writer)
+            self._late.writers.discard(writer)
             self._problems.pop(writer, None)
             _log.warning("the journal of %s is read to its end again", writer)
-        return bool(journal.pieces)
-
-    def _is_news(self, journal: ReadJournal) -> bool:
-        if journal.pieces:
-            return True
-        place = self._places.get(journal.writer, JournalPlace())
-        known = max(place.generation, 1), place.position
-        return journal.problem is None and (journal.start.generation, journal.start.position) != known
+        return journal
 
     def _applied(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
         """Carry the pieces out; what shows something else now."""
@@ -336,7 +309,7 @@ class Following:
         self.bad_record_count += passed_over.count
         if passed_over.count:
             self._spoiled.add(writer)
-        if passed_over.first is not None:
+        if passed_over.first is not None and self._told_records.is_due(writer, passed_over.first[1], time.monotonic()):
             offset, reason = passed_over.first
             problem = (
                 "the journal of %s: %d records that make no sense are passed over; the first, at offset %d, has %s"
@@ -346,7 +319,7 @@ class Following:
     def _note_problems(self, read: list[ReadJournal]) -> None:
         for journal in read:
             if journal.problem is None:
-                if journal.writer not in self._late:
+                if journal.writer not in self._late.writers:
                     self._problems.pop(journal.writer, None)
                     self._told.forget(journal.writer)
                 continue
@@ -366,3 +339,10 @@ class Following:
             change = partial(merge.forget_older, writer=writer, generation=generation)
             changed, is_more = await self._committer.commit(change, frees=True)
             self._untold += changed
+
+
+def _is_news(journal: ReadJournal, known: JournalPlace) -> bool:
+    """Whether there is anything to carry out or to write down of a journal that was known up to this place."""
+    place = max(known.generation, 1), known.position
+    is_elsewhere = journal.problem is None and (journal.start.generation, journal.start.position) != place
+    return bool(journal.pieces) or is_elsewhere

@@ -16,20 +16,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.renewals import RENEWALS, Renewals
-from storage_server.home.directory import merge
+from storage_server.home.directory import merge, upkeep
 from storage_server.home.directory.files import GRACE_S, SharedFiles
 from storage_server.home.directory.following import Following
-from storage_server.home.directory.journal import NAMES_MAX, OwnJournal, named_files
+from storage_server.home.directory.journal import OwnJournal
 from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
@@ -37,7 +36,6 @@ from storage_server.home.directory.rewriting import Rewriting
 from storage_server.home.directory.rules.clock import ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
-    WRITER,
     WRITERS,
     BadRecordError,
     Record,
@@ -45,6 +43,7 @@ from storage_server.home.directory.rules.records import (
     framed,
     writer_of,
 )
+from storage_server.home.directory.upkeep import SharedUpkeep
 from storage_server.home.service import OnChanged
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.bound import Bound
@@ -70,15 +69,8 @@ from storage_server.planning.durability import Durability
 from storage_server.settings import StorageSettings, UpstreamSettings
 
 IO_THREADS = 4
-UPKEEP_S = 10.0
 LONG_S = 2.0
 """A start that reads for longer says so."""
-REWRITE_BYTES_MIN = 4 << 20
-REWRITE_GROWTH = 2
-"""A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
-REWRITE_PAUSE_S = 60.0
-"""So long after a rewrite that failed the next one is tried."""
-RETIRED_CHECK_S = 3600.0
 _SLOW = "the shared directory answers too slowly"
 _log = logging.getLogger(__name__)
 
@@ -101,11 +93,7 @@ class SharedDirectory:
         self.files = SharedFiles(root, writer, storage.open_files_max, disk)
         self.files.start()
         self._journal = OwnJournal(self._folder, disk)
-        self._rewritten_bytes = 0
-        self._rewrite_from_s = float("-inf")
-        self._shortening = asyncio.Lock()
         self._reserve = Reserve(self._folder)
-        self._checked_retired_s = float("-inf")
         self._clock = StampClock(self.files.now_s, 0)
         self._mark = Mark(local)
         self._index = local / "index.sqlite3"
@@ -127,7 +115,7 @@ class SharedDirectory:
         self.reader = IndexReader(self._index)
         self._io = IoThreads(IO_THREADS)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
-        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * UPKEEP_S, self.files.beat)
+        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self.files.beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
         bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
@@ -149,6 +137,18 @@ class SharedDirectory:
             self.reader, self.committer, bodies, storage.object_bytes_max, objects, watcher, OBJECT_BYTES_MAX
         )
         self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
+        self.upkeep = SharedUpkeep(
+            root,
+            writer,
+            self.files,
+            self._journal,
+            self._rewriting,
+            self._reserve,
+            self.following,
+            self.committer,
+            self.reader,
+            self._io,
+        )
         self._reads = SharedReads(self.files.open, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
         self.uploads = SharedUploads(uploads, self.following)
@@ -198,7 +198,7 @@ class SharedDirectory:
         works = (
             self.following.run(self._settings.poll_s),
             self.lifecycle.run(*self._lifecycle_s),
-            self._upkeep(),
+            self.upkeep.run(),
         )
         self._beats.start(first_in_s=0.0)
         self._works = [asyncio.create_task(work) for work in works]
@@ -338,80 +338,3 @@ class SharedDirectory:
         self.segments.retire(file_id)
         if not self.segments.is_written(file_id):
             self.files.note_dead(file_id)
-
-    async def _upkeep(self) -> None:
-        """Delete files that nobody needs, and keep the journal short."""
-        while True:
-            try:
-                await self._find_retired()
-                await self._delete_dead()
-                await self._io.run(self.files.open.close_deleted)
-                await self._shorten_journal()
-            except ObjectCacheError as error:
-                _log.warning("the shared directory: %s", error)
-            except Exception:
-                _log.exception("the shared directory; it goes on after this")
-            await asyncio.sleep(UPKEEP_S)
-
-    async def _delete_dead(self) -> None:
-        """Delete what has been dead for GRACE_S, if no journal that was read since then names it, the own one among
-        them.
-        """
-
-        def unnamed(tx: Transaction) -> list[str]:
-            try:
-                self._journal.require_known()
-            except OSError as error:
-                raise ServerError(ErrorCode.INTERNAL_ERROR, f"no file is deleted: {error}", retryable=True) from error
-            return merge.unnamed(tx.db, due)
-
-        if not self.files.deletable(math.inf):
-            return
-        await self.following.read_journals()
-        due = self.files.deletable(self.following.whole_s)
-        if due:
-            dead = await self.committer.commit(unnamed)
-            await self._io.run(lambda: self.files.delete(due, dead))
-
-    async def _find_retired(self) -> None:
-        """Find the dead files of writers that have been silent for long. Only files that a journal has named are
-        touched: of others nobody knows what they are.
-        """
-        if time.monotonic() - self._checked_retired_s < RETIRED_CHECK_S:
-            return
-        self._checked_retired_s = time.monotonic()
-        once_named = await self._io.run(self._files_of_retired)
-        if once_named:
-            named = await self.reader.threaded(queries.file_ids)
-            self.files.found_dead(once_named - named)
-
-    def _files_of_retired(self) -> set[str]:
-        """The files of retired writers that are there, and that their journals name."""
-        found = set[str]()
-        writers = Beneath(self._root, WRITERS)
-        for writer in writers.first_names(NAMES_MAX)[0]:
-            if not WRITER.match(writer) or not self.files.is_retired(writer):
-                continue
-            try:
-                found |= named_files(writers / writer, set(self.files.stored(writer))) or set()
-            except OSError as error:  # of the others is known what is known
-                _log.warning("the files of the silent server %s stay: %s", writer, error)
-        return found
-
-    async def _shorten_journal(self) -> None:
-        """Write the journal anew where most of it may be old."""
-        await self.committer.commit(lambda tx: self._reserve.keep(), frees=True)
-        async with self._shortening:
-            await self._shorten_if_long()
-
-    async def _shorten_if_long(self) -> None:
-        journal = self._journal
-        if journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
-            return
-        if time.monotonic() < self._rewrite_from_s:
-            return
-        if await self._rewriting.run():
-            self._rewritten_bytes = journal.end
-            await self.following.forget_older(self.writer, journal.generation)
-        else:
-            self._rewrite_from_s = time.monotonic() + REWRITE_PAUSE_S

@@ -185,6 +185,10 @@ def test_each_prompt_of_a_list_gets_as_many_answers_as_are_asked_for() -> None:
     assert (asked.output_tokens, asked.sequence_tokens) == (60, 110)
     asked = read_request(COMPLETIONS, {"prompt": [1] * 100, "n": 3, "max_tokens": 10}, {})
     assert (asked.output_tokens, asked.sequence_tokens) == (30, 10)
+    best = read_request(
+        COMPLETIONS, {"prompt": [1] * 100, "n": 2, "best_of": 5, "max_tokens": 10, "temperature": 0}, {}
+    )
+    assert (best.output_tokens, best.sequence_tokens, best.is_deterministic) == (50, 10, False)
     many = read_request(COMPLETIONS, {"prompt": ["a text"] * 10_000, "max_tokens": 1}, {})
     assert (many.output_tokens, many.prompt_tokens, many.sequence_tokens) == (10_000, 10_000, 2)
 

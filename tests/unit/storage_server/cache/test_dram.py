@@ -92,7 +92,7 @@ async def test_what_was_used_is_in_memory_afterwards(tier: DramTier) -> None:
     assert await use(tier, both) == [False, False]
     await settle(tier)
     assert await use(tier, [*both, extent(3)]) == [True, True, False]
-    assert (tier.hit_count, tier.missed_count, tier.resident_bytes) == (2, 3, 2 * UNIT)
+    assert (tier.residency.hit_count, tier.residency.missed_count, tier.residency.used_bytes) == (2, 3, 2 * UNIT)
 
 
 async def test_a_prefix_larger_than_the_memory_keeps_its_start(tier: DramTier) -> None:
@@ -109,7 +109,7 @@ async def test_the_policy_says_what_gives_way(tier: DramTier) -> None:
         await settle(tier)
     assert await use(tier, [extent(number) for number in (1, 3, 4, 5)]) == [True] * 4
     assert await use(tier, [extent(2)]) == [False]
-    assert tier.evicted_count >= 1
+    assert tier.residency.evicted_count >= 1
 
 
 async def test_an_extent_that_is_named_twice_is_lent_twice(tier: DramTier) -> None:
@@ -143,7 +143,7 @@ async def test_damaged_and_deleted_extents_do_not_come_in(tier: DramTier, source
     await use(tier, [extent(3)])
     await settle(tier)
     assert await use(tier, [extent(1), extent(2), extent(3)]) == [True, False, False]
-    assert tier.resident_bytes == UNIT
+    assert tier.residency.used_bytes == UNIT
     source.gone, source.damaged = False, set()
     await settle(tier)
     for _ in range(2):
@@ -172,7 +172,7 @@ async def test_where_too_many_wait_for_the_policy_uses_are_forgotten(
         await settled()
         assert tier._waiting_count == 2
     await settle(tier)
-    assert tier.resident_count == 2
+    assert tier.residency.resident_count == 2
 
 
 async def test_closing_ends_copies_under_way(source: Source) -> None:

@@ -80,7 +80,7 @@ async def test_what_could_not_be_evicted_is_evicted_later(tmp_path: Path, monkey
     await store.objects.create_bucket("k", "cached")
     for number in range(12):
         await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 5), BytesBody(b"bytes"))
-    change, refusals = store.evictor._change, [1, 1]
+    change, refusals = store.evictor.evictions._change, [1, 1]
 
     async def refusing(what: Callable[[Transaction], Any]) -> Any:
         if refusals:
@@ -88,7 +88,7 @@ async def test_what_could_not_be_evicted_is_evicted_later(tmp_path: Path, monkey
             raise ServerError(ErrorCode.SLOW_DOWN, "played", retryable=True)
         return await change(what)
 
-    store.evictor._change = refusing
+    store.evictor.evictions._change = refusing
     later = SimpleNamespace(time=lambda: time.time() + 60.0, monotonic=time.monotonic)
     monkeypatch.setattr(evictor, "time", later)  # the time of all of them has come
     running = asyncio.create_task(store.evictor.run())
@@ -469,12 +469,12 @@ async def test_a_pin_that_was_acknowledged_keeps_an_object_that_was_about_to_lea
     """Victims are chosen at once, and leave some at a time: 131 of 137 pins kept nothing."""
     async with with_victims(tmp_path, "a", "b") as (store, victims):
         await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": "2099-01-01"})
-        await store.evictor._evict(victims)
+        await store.evictor.evictions.evict(victims)
         assert await _keys(store) == ["a"]
         store.evictor.news.take_over()
         cache = store.evictor.caches.of("cached")
         assert cache is not None
-        assert (cache.books.count, store.evictor.evicted_count) == (1, 1)
+        assert (cache.books.count, store.evictor.evictions.evicted_count) == (1, 1)
         assert cache.books.leaving(0, time.time()) == [], "the books hold it"
 
 
@@ -483,7 +483,7 @@ async def test_a_pin_that_is_over_or_had_no_effect_keeps_nothing(tmp_path: Path)
         await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": "2001-01-01"})
         await store.objects.set_tags("k", "cached", "b", {"objectcache-pin": "2099-01-01"})
         refused = [replace(each, entry=each.entry._replace(has_idle_pin=each.key == "b")) for each in victims]
-        await store.evictor._evict(refused)
+        await store.evictor.evictions.evict(refused)
         assert await _keys(store) == []
 
 
@@ -492,7 +492,7 @@ async def test_a_lease_that_the_books_were_told_of_meanwhile_keeps_a_victim(tmp_
     async with with_victims(tmp_path, "a", "b") as (store, victims):
         assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
         store.evictor.news.take_over()
-        await store.evictor._evict(victims)
+        await store.evictor.evictions.evict(victims)
         assert await _keys(store) == ["a"]
 
 
@@ -511,7 +511,7 @@ async def test_a_victim_that_was_deleted_meanwhile_does_not_come_back(
         await store.objects.delete_object("k", "cached", "a")
         store.evictor.news.take_over()
         assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
-        await (store.evictor._take_back(victims) if fails else store.evictor._evict(victims))
+        await (store.evictor.evictions.take_back(victims) if fails else store.evictor.evictions.evict(victims))
         assert cache.books.count == 0
 
 
@@ -521,7 +521,7 @@ async def test_a_victim_keeps_the_pin_that_the_books_know_where_it_is_leased_too
         await store.objects.set_tags("k", "cached", "a", {"objectcache-pin": ""})
         store.evictor.news.take_over()
         assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
-        await store.evictor._evict(victims)
+        await store.evictor.evictions.evict(victims)
         cache = store.evictor.caches.of("cached")
         assert cache is not None
         store.evictor.news.take_over()

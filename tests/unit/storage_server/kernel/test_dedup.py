@@ -425,7 +425,7 @@ async def test_a_full_cache_keeps_more_keys_than_it_has_bytes_for(
     used.clear()
     await until(lambda: len(used) >= 20)
     assert max(used) <= 64 * MIB
-    assert store.evictor.evicted_count == 0
+    assert store.evictor.evictions.evicted_count == 0
     assert [await get(store, f"key-{index:02}") for index in (0, 15, 29)] == [data] * 3
     running.cancel()
     await asyncio.wait([running])

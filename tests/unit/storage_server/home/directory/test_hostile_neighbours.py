@@ -20,7 +20,7 @@ from descriptors.objects import ListRequest
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory import following as following_module
 from storage_server.home.directory import journal as journal_module
-from storage_server.home.directory.journal import named_files
+from storage_server.home.directory.journal import ReadJournal, named_files
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.rules import shares as shares_module
 from storage_server.home.directory.rules.clock import AHEAD_S
@@ -199,6 +199,20 @@ async def test_a_record_that_makes_no_sense_stops_nobody(
         assert await get(again, "key") == b"data"
 
 
+async def test_records_that_make_no_sense_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A neighbour who wrote one each second had a line with each pass."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = neighbours_journal(tmp_path, BAD["a time without a text"])
+        for _ in range(3):
+            await one.following.read_journals()
+            with journal.open("ab") as file:
+                file.write(framed(json.dumps(BAD["a time without a text"]).encode()))
+        await one.following.read_journals()
+        assert one.bad_record_count == 4
+        assert caplog.text.count("make no sense") == 1
+
+
 async def test_a_stamp_of_years_to_come_hides_nothing(tmp_path: Path) -> None:
     """Otherwise no later change of the key would hold, and no server could give a later stamp any more."""
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
@@ -290,13 +304,13 @@ async def test_a_writer_of_more_than_can_be_read_keeps_only_its_own_records_late
     """
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
-        may_go_on, read_late = asyncio.Event(), one.following._read_late
+        may_go_on, read_piece = asyncio.Event(), one.following._late._read_piece
 
-        async def held(writer: str) -> bool:
+        async def held(writer: str) -> ReadJournal:
             await may_go_on.wait()
-            return await read_late(writer)
+            return await read_piece(writer)
 
-        monkeypatch.setattr(one.following, "_read_late", held)
+        monkeypatch.setattr(one.following._late, "_read_piece", held)
         flood(tmp_path)
         for number in range(5):
             await put(other, "key", b"%d" % number)

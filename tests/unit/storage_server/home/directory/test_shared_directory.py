@@ -43,6 +43,7 @@ from storage_server.home.directory import following as following_module
 from storage_server.home.directory import objects as shared_objects
 from storage_server.home.directory import rewriting as rewriting_module
 from storage_server.home.directory import store as store_module
+from storage_server.home.directory import upkeep as upkeep_module
 from storage_server.home.directory.journal import OwnJournal, ReadJournal, Rewrite
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.reading import Rate
@@ -80,7 +81,7 @@ class MovedClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
     clock = MovedClock()
-    for asking in (files_module, following_module, store_module):
+    for asking in (files_module, following_module, store_module, upkeep_module):
         monkeypatch.setattr(asking, "time", clock)
     return clock
 
@@ -101,9 +102,9 @@ def shown(shared: SharedDirectory) -> list[Any]:
 
 async def rewritten(shared: SharedDirectory) -> None:
     """Have the journal written anew, also where the server has just done so by itself."""
-    async with shared._shortening:
-        shared._rewritten_bytes, shared._rewrite_from_s = 0, float("-inf")
-    await shared._shorten_journal()
+    async with shared.upkeep.shortening:
+        shared.upkeep.rewritten_bytes, shared.upkeep.rewrite_from_s = 0, float("-inf")
+    await shared.upkeep.shorten_journal()
 
 
 async def test_each_server_sees_what_the_other_has_done(tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ async def test_an_object_is_deleted_from_a_full_file_system(tmp_path: Path) -> N
 async def test_a_file_is_deleted_a_while_after_nothing_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MovedClock
 ) -> None:
-    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    monkeypatch.setattr(upkeep_module, "UPKEEP_S", 0.1)
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(100_000))
@@ -328,7 +329,7 @@ async def test_a_crash_leaves_files_that_the_next_start_removes(
         foreign = folder / "README"
         foreign.write_bytes(b"not ours")
     monkeypatch.setattr(files_module, "GRACE_S", 0.2)
-    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    monkeypatch.setattr(upkeep_module, "UPKEEP_S", 0.1)
     async with opened(tmp_path, "a") as one:
         await until(lambda: not leftover.exists())
         assert foreign.exists()
@@ -348,8 +349,8 @@ async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
         unknown.write_bytes(b"unknown")
     monkeypatch.setattr(files_module, "RETIRED_S", 0.0)
     monkeypatch.setattr(files_module, "GRACE_S", 0.2)
-    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
-    monkeypatch.setattr(store_module, "RETIRED_CHECK_S", 0.1)
+    monkeypatch.setattr(upkeep_module, "UPKEEP_S", 0.1)
+    monkeypatch.setattr(upkeep_module, "RETIRED_CHECK_S", 0.1)
     async with opened(tmp_path, "b") as other:
         await other.objects.delete_object(KEY, BUCKET, "key")
         await until(lambda: len(data_files(tmp_path) - {unknown}) == 1)
@@ -373,13 +374,13 @@ async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(
         (hostile / "journal-1").symlink_to("/etc/passwd")
         (hostile / "alive").touch(mode=0o600)
     async with opened(tmp_path, "b") as other:
-        assert other._files_of_retired() == {path.name for path in data_files(tmp_path)}
+        assert other.upkeep._files_of_retired() == {path.name for path in data_files(tmp_path)}
 
 
 async def test_a_journal_is_written_anew_when_most_of_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 4000)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 4000)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "gone", b"gone")
@@ -407,7 +408,7 @@ async def test_a_journal_that_is_damaged_in_the_middle_keeps_what_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its owner has all of it, and heals it when it writes the journal anew."""
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "first", b"1")
@@ -489,7 +490,7 @@ async def graced(clock: MovedClock, *servers: SharedDirectory, graces: float = 1
     for _ in range(round(graces * STEPS)):
         for shared in servers:
             await shared.following.read_journals()
-            await shared._delete_dead()
+            await shared.upkeep.delete_dead()
         clock.ahead_s += files_module.GRACE_S / STEPS
 
 
@@ -536,7 +537,7 @@ async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the deletion is in no journal any more."""
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     monkeypatch.setattr(rewriting_module, "GONE_KEPT_S", -1.0)
     async with opened(tmp_path, "b") as other:
         await other.following.read_journals()
@@ -557,7 +558,7 @@ async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
 async def test_a_deletion_stays_in_the_journal_for_a_day_however_old_its_object_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
         monkeypatch.setattr(one._clock, "_now_s", lambda: time.time() - 10 * 86_400)
@@ -572,7 +573,7 @@ async def test_a_deletion_stays_in_the_journal_for_a_day_however_old_its_object_
 async def test_a_rewrite_that_fails_does_not_split_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     disk = Disk()
     async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
@@ -590,7 +591,7 @@ async def test_a_rewrite_that_fails_does_not_split_the_journal(
 
 
 async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     monkeypatch.setattr(rewriting_module, "GONE_KEPT_S", -1.0)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
@@ -689,7 +690,7 @@ async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: P
         await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
         await graced(clock, one, other, graces=1.3)
         await one.objects.delete_object(KEY, BUCKET, "key")
-        await one._delete_dead()
+        await one.upkeep.delete_dead()
         assert len(data_files(tmp_path)) == 1
         await emptied(tmp_path, clock, one, other)
 
@@ -756,7 +757,7 @@ async def test_a_bucket_of_the_same_name_begins_empty(tmp_path: Path) -> None:
 async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     disk = Disk()
     async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
@@ -766,7 +767,7 @@ async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
         left = first.read_bytes()
         for _ in range(2):
             await rewritten(one)
-            one._rewritten_bytes = 0
+            one.upkeep.rewritten_bytes = 0
         first.write_bytes(left)
         assert one._journal.generation == 3
         await put(one, "acknowledged", b"more")
@@ -1060,7 +1061,7 @@ async def test_what_is_written_while_the_journal_is_written_anew_is_in_both(
     """The committer waited for the rewrite: 16 s for 100,000 objects."""
     if is_twice:
         request.getfixturevalue("twice")
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         for key in ("stays", "over", "gone"):
@@ -1099,7 +1100,7 @@ async def test_what_is_written_while_the_journal_is_written_anew_is_in_both(
 async def test_a_rewrite_whose_transaction_is_refused_is_read_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(upkeep_module, "REWRITE_BYTES_MIN", 1)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(other, "theirs", b"theirs")
@@ -1143,7 +1144,7 @@ async def test_a_file_that_another_server_has_deleted_is_closed(
     """Its space would not come back as long as this server is idle."""
     for module in (files_module, store_module):
         monkeypatch.setattr(module, "GRACE_S", 0.2)
-    monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
+    monkeypatch.setattr(upkeep_module, "UPKEEP_S", 0.1)
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         for key in ("gone", "kept"):
@@ -1508,7 +1509,7 @@ async def test_a_copy_of_a_servers_data_directory_deletes_nothing_of_its_origin(
             await copied.following.read_journals()
             clock.ahead_s += files_module.GRACE_S
             with pytest.raises(ServerError, match="another server writes this journal"):
-                await copied._delete_dead()
+                await copied.upkeep.delete_dead()
         assert await get(one, "key") == data
 
 
