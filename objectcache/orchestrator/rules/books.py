@@ -22,8 +22,9 @@ SAMPLES_MAX = 64
 ARRIVALS_MAX, ARRIVALS_MIN = 32, 4
 """Rates are those of so many arrivals; of fewer than the least no rate is told."""
 OVERDUE_S, OVERDUE_TIMES = 1.0, 3.0
-"""A first byte that has not come after so many seconds, nor after so many times its prediction, is taken to need as
-long again: an engine that answers nothing would else seem to have nothing to do.
+"""A stream's first byte that has not come after so many seconds, nor after so many times its prediction, is taken to
+need as long again: an engine that answers nothing would else seem to have nothing to do. An answer that is no stream
+may take any time, as its client chooses, and says nothing.
 """
 MEAN_WEIGHT = 0.2
 """The last request has this weight in the mean of prefills."""
@@ -172,12 +173,12 @@ class EngineBooks:
 
     def _overdue_s(self, now_s: float) -> float:
         """How long the engine has answered nothing, where that is longer than it should be."""
-        first = next((each for each in self._sent.values() if each.first_byte_s is None), None)
+        first = next((each for each in self._sent.values() if each.is_stream and each.first_byte_s is None), None)
         if first is None:
             return 0.0
-        due_s = self.correction.factor * first.work_s if first.is_stream else max(first.predicted_s, self._service_s())
         silent_s = now_s - max(self._answered_s, first.sent_s)
-        return silent_s if silent_s > max(OVERDUE_S, OVERDUE_TIMES * due_s) else 0.0
+        is_overdue = silent_s > max(OVERDUE_S, OVERDUE_TIMES * self.correction.factor * first.work_s)
+        return silent_s if is_overdue else 0.0
 
     def _service_s(self) -> float:
         return median(self._services_s) if self._services_s else SERVICE_S_DEFAULT

@@ -44,18 +44,27 @@ def test_where_all_places_are_taken_a_new_request_waits_for_one() -> None:
     assert books.load(4.0).queue_s == pytest.approx(2 * 4.0 / 2)
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_an_engine_that_answers_nothing_has_a_queue_whatever_it_says_of_its_costs(is_stream: bool) -> None:
+def test_an_engine_that_answers_nothing_has_a_queue_whatever_it_says_of_its_costs() -> None:
     """It was taken to be idle, and got every request until all places were with it."""
     books = EngineBooks(900_000)
     for at in range(100):
-        books.send(SentRequest(str(at), 10, 0.0, 0.0, at / 100, is_stream))
+        books.send(SentRequest(str(at), 10, 0.0, 0.0, at / 100))
     assert books.load(0.99).queue_s == 0.0
     assert books.load(4.0).queue_s == pytest.approx(4.0)
     books.end("0", 4.0, is_complete=False)  # its client has left
     assert books.load(5.0).queue_s == pytest.approx(5.0, abs=0.02)
-    books.first_byte("1", 5.0, is_stream=is_stream)
+    books.first_byte("1", 5.0)
     assert books.load(5.5).queue_s == 0.0
+
+
+def test_a_long_answer_that_is_no_stream_turns_nobody_away_from_its_engine() -> None:
+    """One client could keep the requests of all others from an engine with a single cheap request."""
+    books = EngineBooks(8)
+    books.send(SentRequest("quick", 10, 0.0, 0.0, 0.0))
+    books.first_byte("quick", 0.1)
+    books.end("quick", 0.2, is_complete=True)
+    books.send(SentRequest("long", 10, 0.0, 0.0, 1.0, is_stream=False))
+    assert books.load(100.0).queue_s == 0.0
 
 
 def test_requests_of_others_are_known_from_the_engines_metrics() -> None:
