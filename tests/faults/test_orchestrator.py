@@ -495,8 +495,11 @@ async def test_an_engine_that_is_removed_and_then_ends_leaves_an_honest_end() ->
                 assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_lost"
 
 
-async def test_an_engine_that_is_removed_and_then_hangs_is_left_by_those_that_wait_for_it() -> None:
-    """It was probed no more, and so they waited for ten minutes."""
+@pytest.mark.parametrize("wish", ["drained", "removed"])
+async def test_an_engine_that_is_to_leave_and_hangs_is_left_by_those_that_wait_for_it(wish: str) -> None:
+    """One that was draining could not be ejected, and one that was removed was probed no more: they waited for ten
+    minutes.
+    """
     patient = replace(QUICK, first_byte_timeout_s=600.0)
     async with canned(2, FAST) as engines, orchestrated(engines, patient) as bed:
         first = await bed.complete(PROMPT)
@@ -505,22 +508,10 @@ async def test_an_engine_that_is_removed_and_then_hangs_is_left_by_those_that_wa
         asking = asyncio.create_task(bed.complete([*PROMPT, 1], stream=True))
         engine = bed.orchestrator.engines[hung.url]
         await until(lambda: engine.books.load(time.monotonic()).active_count > 0)
-        assert (await bed.ask("DELETE", f"/_orchestrator/engines/{quote(hung.url, safe='')}")).status == 200
-        again = await asking
-        assert (again.status, again.engine != first.engine) == (200, True)
-
-
-async def test_a_draining_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
-    """It was draining, and so could not be ejected: they waited for ten minutes."""
-    patient = replace(QUICK, first_byte_timeout_s=600.0)
-    async with canned(2, FAST) as engines, orchestrated(engines, patient) as bed:
-        first = await bed.complete(PROMPT)
-        hung = bed.engine_at(first.engine)
-        hung.is_hung.set()
-        asking = asyncio.create_task(bed.complete([*PROMPT, 1], stream=True))
-        engine = bed.orchestrator.engines[hung.url]
-        await until(lambda: engine.books.load(time.monotonic()).active_count > 0)
-        engine.liveness.drain(is_wanted=True)
+        if wish == "drained":
+            engine.liveness.drain(is_wanted=True)
+        else:
+            assert (await bed.ask("DELETE", f"/_orchestrator/engines/{quote(hung.url, safe='')}")).status == 200
         again = await asking
         assert (again.status, again.engine != first.engine) == (200, True)
 

@@ -1,4 +1,4 @@
-"""What an engine says of its events and its models."""
+"""An engine's own words on its events and its models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Calls:
 
 
 async def test_an_engine_that_says_again_that_it_has_what_it_refuses_is_ejected() -> None:
-    """One that had only unloaded an adapter was ejected, for all its models."""
+    """An engine that had only unloaded an adapter was ejected, for all its models."""
     index = PrefixIndex()
     engine = Engine(EngineSettings("http://a"), cast(aiohttp.ClientSession, None), index, 1.0, 1.0)
     engine._calls = cast(EngineCalls, Calls("base", "adapter"))
