@@ -18,7 +18,6 @@ from typing import Any, Final
 import aiohttp
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.client_proto import ResponseHandler
-from aiohttp.helpers import _EXC_SENTINEL as _NO_CAUSE
 from aiohttp.http_exceptions import HttpProcessingError
 
 PIECE_BYTES: Final = 16 << 10
@@ -208,13 +207,16 @@ class Answers(InPieces, ResponseHandler):
         if isinstance(self._exception, HttpProcessingError) and body is not None and not body.is_eof():
             body.set_exception(aiohttp.ClientPayloadError(NOT_WELL_FORMED))
 
-    def set_exception(self, exc: BaseException, exc_cause: BaseException = _NO_CAUSE) -> None:
+    def set_exception(self, exc: BaseException, exc_cause: BaseException | None = None) -> None:
         """End the answer that is waited for. aiohttp's errors quote the bytes that are no HTTP, which may be of another
         request: nobody is told them.
         """
         if isinstance(exc, HttpProcessingError):
-            exc, exc_cause = HttpProcessingError(code=exc.code, message=NOT_WELL_FORMED), _NO_CAUSE
-        super().set_exception(exc, exc_cause)
+            super().set_exception(HttpProcessingError(code=exc.code, message=NOT_WELL_FORMED))
+        elif exc_cause is None:
+            super().set_exception(exc)
+        else:
+            super().set_exception(exc, exc_cause)
 
     def _plain_bytes(self) -> int:
         payload = self._payload
