@@ -24,7 +24,7 @@ from descriptors.cluster import Member, View
 from descriptors.placement import Placement
 from gateway.cluster.split import Holding, holdings
 from storage_server.cache.policies.choice import Eviction, policy_of
-from storage_server.cache.policies.policy import Request
+from storage_server.cache.policies.order import Request
 
 CHUNK_BYTES = 64 << 20
 """512 tokens of Llama 3.1 8B."""
@@ -98,8 +98,8 @@ def simulated(server_count: int, requests_a_copy: int, seed: int, placed: Placed
     indices = {member.name: at for at, member in enumerate(members)}
     servers = [
         _Server(
-            policy_of(Eviction.REUSE_VALUE, DRAM_CHUNKS * CHUNK_BYTES, 0.0),
-            policy_of(Eviction.REUSE_VALUE, DISK_CHUNKS * CHUNK_BYTES, 0.0),
+            policy_of(Eviction.REUSE_VALUE, DRAM_CHUNKS * CHUNK_BYTES),
+            policy_of(Eviction.REUSE_VALUE, DISK_CHUNKS * CHUNK_BYTES),
         )
         for _ in members
     ]

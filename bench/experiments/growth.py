@@ -39,8 +39,9 @@ from objectcache.calibration.chunks import fetch_checked, make_chunks, store_chu
 from objectcache.calibration.content import STAMP_BYTES, VerificationError
 from objectcache.calibration.samples import interleaved, progress_bar, spread
 from objectcache.calibration.servers import running_server
-from storage_server.cache.policies.choice import POLICIES, Eviction
-from storage_server.cache.policies.policy import EvictionPolicy, Request
+from storage_server.cache.policies.choice import Eviction, policy_of
+from storage_server.cache.policies.order import Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.rules.residency import Key, Residency, key_of
 from storage_server.planning.durability import Durability
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
@@ -258,7 +259,7 @@ async def _got(storage: EmbeddedStorage, key: str) -> bytes:
 def _residents(settings: GrowthSettings, count: int, costs: Costs) -> None:
     """A full memory, in which a chunk leaves for each that comes: what a DRAM tier decides, without its copies."""
     for eviction in Eviction:
-        policy, residency = POLICIES[eviction](count * ALIGNMENT_BYTES), Residency(count * ALIGNMENT_BYTES)
+        policy, residency = policy_of(eviction, count * ALIGNMENT_BYTES), Residency(count * ALIGNMENT_BYTES)
         chains = _chains()
         for _ in range(-(-count // PREFIX_CHUNKS)):
             _come(policy, residency, next(chains))

@@ -26,8 +26,9 @@ import numpy as np
 
 from objectcache.adapters.memory_area import Area, PrivateArea
 from objectcache.adapters.threads import finished, in_parts, let_others_run, to_end
-from storage_server.cache.policies.choice import POLICIES, Eviction
-from storage_server.cache.policies.policy import EvictionPolicy, Request
+from storage_server.cache.policies.choice import Eviction, policy_of
+from storage_server.cache.policies.order import Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.rules.landed import LandedUnits
 from storage_server.cache.rules.lent import Lent
 from storage_server.cache.rules.residency import Key, Residency, key_of
@@ -60,7 +61,7 @@ class DramTier:
         self._source = source
         self.residency = Residency(self.nbytes)
         """The extents in memory, and the counts of them."""
-        self._policy = POLICIES[eviction](self.nbytes)
+        self._policy = policy_of(eviction, self.nbytes)
         self._books = ThreadPoolExecutor(1, "dram-books")
         self._fillers = ThreadPoolExecutor(1, "dram-fill")
         self._deciding = asyncio.Lock()

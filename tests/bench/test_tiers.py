@@ -26,12 +26,14 @@ from bench.paper.tiers.replay import (
     Stream,
     Trace,
     parsed,
+    policy_of,
     read,
     replay,
 )
 from bench.paper.tiers.run import TIERS, compared, targets_of
 from bench.paper.tiers.show import show
-from storage_server.cache.policies.policy import Key, Request
+from storage_server.cache.policies.order import Key, Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastRecentlyUsed
 from tests.unit.storage_server.cache.policies.streams import hit_bytes, request, streams
 
@@ -66,21 +68,21 @@ def _subsets(keys: Iterable[Key], size_max: int) -> Iterable[frozenset[Key]]:
 
 @given(stream=streams(count_max=6, size_max=1, depth_max=3), capacity_bytes=st.integers(0, 3))
 def test_the_optimum_is_what_trying_every_choice_finds(stream: list[Request], capacity_bytes: int) -> None:
-    assert hit_bytes(Optimum(capacity_bytes, stream), stream) == best_by_trying(stream, capacity_bytes)
+    assert hit_bytes(EvictionPolicy(capacity_bytes, Optimum(stream)), stream) == best_by_trying(stream, capacity_bytes)
 
 
 @pytest.mark.parametrize("contender", ONLINE)
 @given(stream=streams(size_max=1), capacity_bytes=st.integers(0, 15))
 def test_no_policy_beats_the_optimum(contender: Contender, stream: list[Request], capacity_bytes: int) -> None:
     """For chunks of one size, for which the rule is exact."""
-    optimum = hit_bytes(Optimum(capacity_bytes, stream), stream)
-    assert 0 <= hit_bytes(ONLINE[contender](capacity_bytes), stream) <= optimum
+    optimum = hit_bytes(EvictionPolicy(capacity_bytes, Optimum(stream)), stream)
+    assert 0 <= hit_bytes(policy_of(contender, capacity_bytes, Stream(stream, 0)), stream) <= optimum
 
 
 def test_the_optimum_passes_over_a_chunk_that_never_comes_back() -> None:
     requests = [request(text, number) for number, text in enumerate(("a", "b", "c", "a"))]
-    assert hit_bytes(Optimum(1, requests), requests) == 1
-    assert hit_bytes(LeastRecentlyUsed(1), requests) == 0
+    assert hit_bytes(EvictionPolicy(1, Optimum(requests)), requests) == 1
+    assert hit_bytes(EvictionPolicy(1, LeastRecentlyUsed()), requests) == 0
 
 
 def test_hits_are_tokens_of_the_leading_run_in_the_second_half() -> None:
@@ -90,7 +92,7 @@ def test_hits_are_tokens_of_the_leading_run_in_the_second_half() -> None:
     stream = parsed(lines)
     assert stream.requests[3] == Request(3.0, (7, 8, 23), (CHUNK_TOKENS, CHUNK_TOKENS, 10))
     assert stream.unique_bytes == 2 * CHUNK_TOKENS + 4 * 10
-    served = replay(stream, LeastRecentlyUsed(10**9), lambda _: None)
+    served = replay(stream, EvictionPolicy(10**9, LeastRecentlyUsed()), lambda _: None)
     assert (served.hit_tokens, served.asked_tokens) == (4 * CHUNK_TOKENS, 2 * (2 * CHUNK_TOKENS + 10))
 
 
@@ -106,13 +108,13 @@ def test_the_whole_release_is_there(trace: Trace, count: int) -> None:
 
 
 def test_a_policy_that_keeps_too_much_is_found() -> None:
-    class Greedy(LeastRecentlyUsed):
+    class Greedy(EvictionPolicy):
         @property
         def used_bytes(self) -> int:
             return super().used_bytes + 1
 
     with pytest.raises(CapacityExceeded):
-        replay(Stream([request("a")], 1), Greedy(1), lambda _: None)
+        replay(Stream([request("a")], 1), Greedy(1, LeastRecentlyUsed()), lambda _: None)
 
 
 def test_the_share_of_the_gap_is_between_the_best_other_and_the_optimum() -> None:

@@ -17,8 +17,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
-from storage_server.cache.policies.choice import POLICIES
-from storage_server.cache.policies.policy import EvictionPolicy, Key, PrefixPolicy, Request, Resident
+from storage_server.cache.policies.choice import ORDERS
+from storage_server.cache.policies.order import EvictionOrder, Key, Request, Resident
+from storage_server.cache.policies.policy import EvictionPolicy
 
 CHUNK_TOKENS = 512
 FOLDER = Path(__file__).with_name("traces")
@@ -65,42 +66,43 @@ def parsed(lines: Sequence[str]) -> Stream:
 NEVER = 1 << 60
 
 
-class Optimum(PrefixPolicy):
+class Optimum(EvictionOrder):
     """The chunk whose next use is furthest away leaves first. `requests` are all that will come, in order. For chunks
     of one size no policy has more hits; with sizes that differ it is a good bound, not an exact one.
     """
 
-    def __init__(self, capacity_bytes: int, requests: Sequence[Request]) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, requests: Sequence[Request]) -> None:
         self._next_uses = _next_uses(requests)
         self._number = -1
-        self._order: list[tuple[int, int, Key]] = []
+        self._queue: list[tuple[int, int, Key]] = []
         self._current: dict[Key, tuple[int, int]] = {}
+        self._residents: dict[Key, Resident] = {}
 
-    def _note(self, request: Request) -> None:
+    def note(self, request: Request) -> None:
         self._number += 1
 
-    def _admit(self, resident: Resident, position: int) -> None:
-        self._use(resident, position)
+    def admit(self, resident: Resident, position: int) -> None:
+        self._residents[resident.key] = resident
+        self.use(resident, position)
 
-    def _use(self, resident: Resident, position: int) -> None:
+    def use(self, resident: Resident, position: int) -> None:
         self._current[resident.key] = -self._next_uses[self._number][position], -position
-        self._return(resident)
+        self.put_back(resident)
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         while True:
-            next_use, depth, key = heappop(self._order)
+            next_use, depth, key = heappop(self._queue)
             if self._current.get(key) == (next_use, depth):
                 return self._residents[key]
 
-    def _take(self, resident: Resident) -> None:
-        """Nothing: `_next` passes over chunks that have left."""
+    def take(self, resident: Resident) -> None:
+        """Nothing: `take_next` passes over chunks that have left."""
 
-    def _return(self, resident: Resident) -> None:
-        heappush(self._order, (*self._current[resident.key], resident.key))
+    def put_back(self, resident: Resident) -> None:
+        heappush(self._queue, (*self._current[resident.key], resident.key))
 
-    def _left(self, resident: Resident) -> None:
-        del self._current[resident.key]
+    def left(self, resident: Resident) -> None:
+        del self._current[resident.key], self._residents[resident.key]
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
@@ -126,10 +128,10 @@ class Contender(Enum):
     OPTIMUM = "optimum"
 
 
-ONLINE: Mapping[Contender, Callable[[int], EvictionPolicy]] = {
-    Contender(eviction.value): made for eviction, made in POLICIES.items()
+ONLINE: Mapping[Contender, Callable[[], EvictionOrder]] = {
+    Contender(eviction.value): made for eviction, made in ORDERS.items()
 }
-"""Policies that know the past only, by the capacity in bytes."""
+"""Those that know the past only."""
 
 
 class CapacityExceeded(Exception):
@@ -151,9 +153,8 @@ class Served:
 
 def policy_of(contender: Contender, capacity_bytes: int, stream: Stream) -> EvictionPolicy:
     """An empty cache; only the optimum looks at the stream."""
-    if contender is Contender.OPTIMUM:
-        return Optimum(capacity_bytes, stream.requests)
-    return ONLINE[contender](capacity_bytes)
+    order = Optimum(stream.requests) if contender is Contender.OPTIMUM else ONLINE[contender]()
+    return EvictionPolicy(capacity_bytes, order)
 
 
 def replay(stream: Stream, policy: EvictionPolicy, advance: Callable[[int], None]) -> Served:

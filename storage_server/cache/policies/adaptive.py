@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from storage_server.cache.policies.policy import Former, Key, PrefixPolicy, Resident
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Resident
 from storage_server.cache.policies.queues import Ghosts, Queue
 
 
-class AdaptiveReplacement(PrefixPolicy):
+class AdaptiveReplacement(EvictionOrder):
     """ARC (Megiddo and Modha, FAST '03). Symbols: T1 is `_once`, T2 `_again`, B1 and B2 their ghosts, p is
     `_once_bytes`: the share of the cache for chunks that were used once, which grows when such a chunk left too early.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self) -> None:
         self._once, self._again = Queue(), Queue()
         self._once_ghosts, self._again_ghosts = Ghosts(), Ghosts()
         self._again_keys: set[Key] = set()
         self._once_bytes = 0.0
         self._is_again_ghost = False
 
-    def _admit(self, resident: Resident, position: int) -> None:
+    def admit(self, resident: Resident, position: int) -> None:
         key, once, again = resident.key, self._once_ghosts, self._again_ghosts
         self._is_again_ghost = key in again
         if key in once:
             step_bytes = resident.nbytes * max(again.nbytes / once.nbytes, 1)
-            self._once_bytes = min(self._capacity_bytes, self._once_bytes + step_bytes)
+            self._once_bytes = min(self.capacity_bytes, self._once_bytes + step_bytes)
         elif key in again:
             step_bytes = resident.nbytes * max(once.nbytes / again.nbytes, 1)
             self._once_bytes = max(0.0, self._once_bytes - step_bytes)
@@ -36,20 +35,20 @@ class AdaptiveReplacement(PrefixPolicy):
         self._again_keys.add(key)
         self._again.put_last(resident)
 
-    def _admit_former(self, resident: Resident, former: Former) -> None:
+    def admit_former(self, resident: Resident, former: Former) -> None:
         if former.use_count > 1:
             self._again_keys.add(resident.key)
             self._again.put_last(resident)
         else:
             self._once.put_last(resident)
 
-    def _use(self, resident: Resident, position: int) -> None:
+    def use(self, resident: Resident, position: int) -> None:
         if resident.key not in self._again_keys:
             self._again_keys.add(resident.key)
             self._once.take(resident)
         self._again.put_last(resident)
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         is_once_over = self._once.nbytes > self._once_bytes or (
             self._is_again_ghost and self._once.nbytes == self._once_bytes
         )
@@ -57,24 +56,24 @@ class AdaptiveReplacement(PrefixPolicy):
             return self._once.take_first()
         return self._again.take_first()
 
-    def _take(self, resident: Resident) -> None:
+    def take(self, resident: Resident) -> None:
         (self._again if resident.key in self._again_keys else self._once).take(resident)
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         (self._again if resident.key in self._again_keys else self._once).put_first(resident)
 
-    def _left(self, resident: Resident) -> None:
+    def left(self, resident: Resident) -> None:
         if resident.key in self._again_keys:
             self._again_keys.discard(resident.key)
             self._again_ghosts.add(resident.key, resident.nbytes)
         else:
             self._once_ghosts.add(resident.key, resident.nbytes)
-        self._once_ghosts.keep(self._capacity_bytes - self._once.nbytes)
-        remembered_bytes = 2 * self._capacity_bytes - self._once.nbytes - self._again.nbytes
+        self._once_ghosts.keep(self.capacity_bytes - self._once.nbytes)
+        remembered_bytes = 2 * self.capacity_bytes - self._once.nbytes - self._again.nbytes
         self._again_ghosts.keep(remembered_bytes - self._once_ghosts.nbytes)
 
 
-class S3Fifo(PrefixPolicy):
+class S3Fifo(EvictionOrder):
     """S3-FIFO (Yang et al., SOSP '23): new chunks pass a small queue, and only those that are used there again, or that
     are asked for soon after they left, come into the main queue, where a used chunk gets another round.
     """
@@ -82,14 +81,13 @@ class S3Fifo(PrefixPolicy):
     SMALL_FRACTION = 0.1
     USE_COUNT_MAX = 3
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self) -> None:
         self._small, self._main = Queue(), Queue()
         self._ghosts = Ghosts()
         self._use_counts: dict[Key, int] = {}
         self._main_keys: set[Key] = set()
 
-    def _admit(self, resident: Resident, position: int) -> None:
+    def admit(self, resident: Resident, position: int) -> None:
         self._use_counts[resident.key] = 0
         if resident.key in self._ghosts:
             self._ghosts.remove(resident.key)
@@ -97,11 +95,11 @@ class S3Fifo(PrefixPolicy):
         else:
             self._small.put_last(resident)
 
-    def _admit_former(self, resident: Resident, former: Former) -> None:
+    def admit_former(self, resident: Resident, former: Former) -> None:
         self._use_counts[resident.key] = min(self.USE_COUNT_MAX, former.use_count - 1)
         self._small.put_last(resident)
 
-    def _use(self, resident: Resident, position: int) -> None:
+    def use(self, resident: Resident, position: int) -> None:
         count = self._use_counts[resident.key]
         self._use_counts[resident.key] = min(self.USE_COUNT_MAX, count + 1)
 
@@ -109,8 +107,8 @@ class S3Fifo(PrefixPolicy):
         self._main_keys.add(resident.key)
         self._main.put_last(resident)
 
-    def _next(self) -> Resident:
-        while self._small and (self._small.nbytes > self.SMALL_FRACTION * self._capacity_bytes or not self._main):
+    def take_next(self) -> Resident:
+        while self._small and (self._small.nbytes > self.SMALL_FRACTION * self.capacity_bytes or not self._main):
             resident = self._small.take_first()
             if self._use_counts[resident.key] <= 1:
                 return resident
@@ -124,16 +122,16 @@ class S3Fifo(PrefixPolicy):
             self._main.put_last(resident)
         return self._small.take_first()
 
-    def _take(self, resident: Resident) -> None:
+    def take(self, resident: Resident) -> None:
         (self._main if resident.key in self._main_keys else self._small).take(resident)
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         (self._main if resident.key in self._main_keys else self._small).put_first(resident)
 
-    def _left(self, resident: Resident) -> None:
+    def left(self, resident: Resident) -> None:
         del self._use_counts[resident.key]
         if resident.key in self._main_keys:
             self._main_keys.discard(resident.key)
         else:
             self._ghosts.add(resident.key, resident.nbytes)
-            self._ghosts.keep(self._capacity_bytes)
+            self._ghosts.keep(self.capacity_bytes)

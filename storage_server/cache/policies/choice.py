@@ -1,4 +1,4 @@
-"""The policies by the names that they have in the configuration and in results."""
+"""The orders by the names that they have in the configuration and in results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 
 from storage_server.cache.policies.adaptive import AdaptiveReplacement, S3Fifo
+from storage_server.cache.policies.order import EvictionOrder
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
 from storage_server.cache.policies.reuse_value import ReuseValue
@@ -22,7 +23,7 @@ class Eviction(Enum):
     CASCADE = "cascade"
 
 
-POLICIES: Mapping[Eviction, Callable[[int], EvictionPolicy]] = {
+ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {
     Eviction.REUSE_VALUE: ReuseValue,
     Eviction.LRU: LeastRecentlyUsed,
     Eviction.LFU: LeastFrequentlyUsed,
@@ -30,13 +31,11 @@ POLICIES: Mapping[Eviction, Callable[[int], EvictionPolicy]] = {
     Eviction.ARC: AdaptiveReplacement,
     Eviction.CASCADE: Cascade,
 }
-"""How to make each, by the capacity in bytes."""
 
 
-def policy_of(eviction: Eviction, capacity_bytes: int, growth: float) -> EvictionPolicy:
-    """A policy for a cache whose chunks are computed again when they are missing: a byte costs more the deeper it is in
-    its prefix, by `growth` (storage_server.cache.policies.use_worth). Only REUSE_VALUE looks at that.
+def policy_of(eviction: Eviction, capacity_bytes: int, growth: float = 0.0) -> EvictionPolicy:
+    """A policy for one cache. Where missing chunks are computed again, a byte costs more the deeper it is in its
+    prefix, by `growth` (storage_server.cache.policies.use_worth). Only REUSE_VALUE looks at that.
     """
-    if eviction is Eviction.REUSE_VALUE:
-        return ReuseValue(capacity_bytes, growth=growth)
-    return POLICIES[eviction](capacity_bytes)
+    order = ReuseValue(growth=growth) if eviction is Eviction.REUSE_VALUE else ORDERS[eviction]()
+    return EvictionPolicy(capacity_bytes, order)

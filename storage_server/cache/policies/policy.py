@@ -1,41 +1,17 @@
-"""The interface of eviction policies, and the books that every policy keeps.
+"""The policy of one bounded cache: what each use admits and evicts.
 
-A request names the chunks of a prefix in order. Chunk i + 1 is the child of chunk i, since its KV is of use only behind
-the KV of chunk i. Therefore a chunk leaves only after all of its resident children have left, and the hits of a request
-are the leading chunks that are resident.
+A chunk leaves only after all of its resident children have left, and the hits of a request are the leading chunks that
+are resident. `EvictionOrder` says who leaves first.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
-Key = Hashable
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
+
 DEPTH_LOOKED_AT_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The chunks of one prefix in order, and the bytes of each one. `now_s` never goes back from request to request.
-    A client may say that the first `shared_count` chunks are a prefix that many prompts share, for example a system
-    prompt. Raises ValueError for a key that is named twice, for sizes that are not positive or not one for each key,
-    and for a `shared_count` that is no count of the chunks.
-    """
-
-    now_s: float
-    keys: Sequence[Key]
-    sizes_bytes: Sequence[int]
-    shared_count: int = 0
-
-    def __post_init__(self) -> None:
-        if len(set(self.keys)) != len(self.keys):
-            raise ValueError("a request names each chunk once")
-        if len(self.sizes_bytes) != len(self.keys) or any(size <= 0 for size in self.sizes_bytes):
-            raise ValueError("a request has one positive size for each chunk")
-        if not 0 <= self.shared_count <= len(self.keys):
-            raise ValueError("the shared chunks are some of the request's chunks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,112 +24,9 @@ class Change:
     evicted: tuple[Key, ...]
 
 
-class Former(NamedTuple):
-    """A resident of before a restart: when it was used last, how often in all, and the chunk that it was used behind,
-    None where that is not known. Of one that `is_shared` a client has said that many prompts begin with it.
-    """
-
-    key: Key
-    nbytes: int
-    used_at_s: float
-    use_count: int = 1
-    parent: Key | None = None
-    is_shared: bool = False
-
-
-class EvictionPolicy(Protocol):
-    """Decides for one cache. The same calls always get the same answers."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The most that residents may take, in bytes."""
-        ...
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes of all residents."""
-        ...
-
-    def hit_count(self, keys: Sequence[Key]) -> int:
-        """How many leading chunks are resident."""
-        ...
-
-    def request(self, request: Request) -> Change:
-        """Note a request and say what changes. Raises ValueError where `now_s` goes back."""
-        ...
-
-    def restore(self, found: Iterable[Former], now_s: float) -> None:
-        """Take over residents of before a restart, those first whose last use is longest ago; more may follow. Nothing
-        leaves. Called before the first request. Raises ValueError for a resident.
-        """
-        ...
-
-    def end_restore(self) -> None:
-        """All of them have come."""
-        ...
-
-    def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
-        """Change the capacity. Returns what leaves, children before parents; pinned chunks stay, also where they take
-        more than the capacity.
-        """
-        ...
-
-    def remove(self, key: Key) -> bool:
-        """Note that a chunk is not there any more, whatever the policy would have done; whether it was resident."""
-        ...
-
-    def pin(self, keys: Sequence[Key]) -> None:
-        """Keep these residents until `unpin`, which is called once for each `pin`. Raises KeyError for others."""
-        ...
-
-    def unpin(self, keys: Sequence[Key]) -> None:
-        """Undo `pin`. Raises KeyError for a chunk that is not pinned."""
-        ...
-
-
-class Resident:
-    """A chunk in the cache."""
-
-    __slots__ = (
-        "child_count", "is_asked", "is_held_back", "is_resident", "key", "nbytes", "parent", "pin_count",
-        "pinned_child_count",
-    )  # fmt: skip
-
-    def __init__(self, key: Key, nbytes: int, parent: Resident | None) -> None:
-        self.key = key
-        self.nbytes = nbytes
-        self.parent = parent
-        self.child_count = 0
-        """Children without pins. Those with pins stay anyway; they must not keep any number of parents, too."""
-        self.pinned_child_count = 0
-        self.pin_count = 0
-        self.is_asked = False
-        """It belongs to the request that is being noted, and its turn has not come."""
-        self.is_resident = True
-        self.is_held_back = False
-        """It was the next one to leave and had to stay. Once it may leave, it is the next one of its queue."""
-
-    @property
-    def has_children(self) -> bool:
-        """With pins or without."""
-        return bool(self.child_count or self.pinned_child_count)
-
-    def become_child_of(self, parent: Resident) -> None:
-        """It is none of another resident's yet."""
-        self.parent = parent
-        if self.pin_count:
-            parent.pinned_child_count += 1
-        else:
-            parent.child_count += 1
-
-    @property
-    def may_leave(self) -> bool:
-        """Nothing resident needs it, and nobody reads it."""
-        return not (self.child_count or self.pin_count or self.is_asked)
-
-
-class PrefixPolicy(ABC):
-    """The books of an `EvictionPolicy`; a subclass says in which order chunks leave.
+class EvictionPolicy:
+    """Decides for one cache of `capacity_bytes`; `order` says in which order chunks leave. The same calls always get
+    the same answers. Raises ValueError for a capacity below 0.
 
     The chunks of a request are used from the last one to the first one, so that a parent is always the more recently
     used. A chunk may reach the front of its queue while a child or a pin keeps it. It is then held back: it leaves the
@@ -161,10 +34,9 @@ class PrefixPolicy(ABC):
     past chunks that must stay, and the cost of a request does not grow with the number of residents.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise ValueError("a cache holds 0 bytes or more")
-        self._capacity_bytes = capacity_bytes
+    def __init__(self, capacity_bytes: int, order: EvictionOrder) -> None:
+        self._order = order
+        self._bound(capacity_bytes)
         self._residents: dict[Key, Resident] = {}
         self._orphans: dict[Key, list[Resident]] = {}
         """Former residents whose parents have not come, by the parent."""
@@ -174,21 +46,24 @@ class PrefixPolicy(ABC):
 
     @property
     def capacity_bytes(self) -> int:
-        """As in `EvictionPolicy`, like all that follows."""
-        return self._capacity_bytes
+        """The most that residents may take, in bytes."""
+        return self._order.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
+        """The bytes of all residents."""
         return self._used_bytes
 
     def hit_count(self, keys: Sequence[Key]) -> int:
+        """How many leading chunks are resident."""
         return next((count for count, key in enumerate(keys) if key not in self._residents), len(keys))
 
     def request(self, request: Request) -> Change:
+        """Note a request and say what changes. Raises ValueError where `now_s` goes back."""
         if request.now_s < self._now_s:
             raise ValueError("time does not go back")
         self._now_s = request.now_s
-        self._note(request)
+        self._order.note(request)
         chain, news = self._linked(request)
         left: list[Key] = []
         for resident in chain:
@@ -200,9 +75,9 @@ class PrefixPolicy(ABC):
             if resident.key in news:
                 self._used_bytes += resident.nbytes
                 self._queued_count += 1
-                self._admit(resident, position)
+                self._order.admit(resident, position)
             else:
-                self._use(resident, position)
+                self._order.use(resident, position)
             left += self._evicted()
         return Change(
             admitted=tuple(key for key in request.keys if key in news and key in self._residents),
@@ -210,26 +85,33 @@ class PrefixPolicy(ABC):
         )
 
     def restore(self, found: Iterable[Former], now_s: float) -> None:
+        """Take over residents of before a restart, those first whose last use is longest ago; more may follow. Nothing
+        leaves. Called before the first request. Raises ValueError for a resident.
+        """
         for former in found:
             if former.key in self._residents:
                 raise ValueError(f"{former.key!r} is resident")
-            self._note_former(former, now_s)
-            resident = self._residents[former.key] = self._made(former.key, former.nbytes, None)
+            self._order.note_former(former, now_s, len(self._orphans.get(former.key, ())))
+            resident = self._residents[former.key] = self._order.made(former.key, former.nbytes)
             self._used_bytes += former.nbytes
             self._queued_count += 1
             self._join(resident, former.parent)
-            self._admit_former(resident, former)
+            self._order.admit_former(resident, former)
 
     def end_restore(self) -> None:
+        """All of them have come."""
         self._orphans.clear()
+        self._order.end_restore()
 
     def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
-        if capacity_bytes < 0:
-            raise ValueError("a cache holds 0 bytes or more")
-        self._capacity_bytes = capacity_bytes
+        """Change the capacity. Returns what leaves, children before parents; pinned chunks stay, also where they take
+        more than the capacity. Raises ValueError for one below 0.
+        """
+        self._bound(capacity_bytes)
         return tuple(self._evicted())
 
     def remove(self, key: Key) -> bool:
+        """Note that a chunk is not there any more, whatever the policy would have done; whether it was resident."""
         resident = self._residents.get(key)
         if resident is None:
             return False
@@ -237,11 +119,12 @@ class PrefixPolicy(ABC):
             resident.is_held_back = False
         else:
             self._queued_count -= 1
-            self._take(resident)
+            self._order.take(resident)
         self._leave(resident)
         return True
 
     def pin(self, keys: Sequence[Key]) -> None:
+        """Keep these residents until `unpin`, which is called once for each `pin`. Raises KeyError for others."""
         for resident in [self._residents[key] for key in keys]:
             if not resident.pin_count:
                 self._lose_child(resident.parent)
@@ -250,6 +133,7 @@ class PrefixPolicy(ABC):
             resident.pin_count += 1
 
     def unpin(self, keys: Sequence[Key]) -> None:
+        """Undo `pin`. Raises KeyError for a chunk that is not pinned."""
         for key in keys:
             resident = self._residents[key]
             if not resident.pin_count:
@@ -260,6 +144,11 @@ class PrefixPolicy(ABC):
                 resident.parent.pinned_child_count -= 1
             if resident.may_leave:
                 self._unpark(resident)
+
+    def _bound(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 0:
+            raise ValueError("a cache holds 0 bytes or more")
+        self._order.capacity_bytes = capacity_bytes
 
     def _linked(self, request: Request) -> tuple[list[Resident], set[Key]]:
         """The request's chunks, each joined to its parent, and the keys of those that are new. A chunk that came
@@ -272,7 +161,7 @@ class PrefixPolicy(ABC):
             parent = chain[-1] if chain else None
             resident = self._residents.get(key)
             if resident is None:
-                resident = self._residents[key] = self._made(key, nbytes, None)
+                resident = self._residents[key] = self._order.made(key, nbytes)
                 news.add(key)
             is_alone = resident.parent is None or not resident.parent.is_resident
             if is_alone and not resident.has_children and parent is not None:
@@ -300,8 +189,8 @@ class PrefixPolicy(ABC):
     def _evicted(self) -> list[Key]:
         """Evict until the residents fit, or until all that remain must stay."""
         left: list[Key] = []
-        while self._used_bytes > self._capacity_bytes and self._queued_count:
-            resident = self._next()
+        while self._used_bytes > self._order.capacity_bytes and self._queued_count:
+            resident = self._order.take_next()
             self._queued_count -= 1
             if resident.may_leave:
                 self._leave(resident)
@@ -319,7 +208,7 @@ class PrefixPolicy(ABC):
             self._lose_child(resident.parent)
         elif resident.parent is not None:
             resident.parent.pinned_child_count -= 1
-        self._left(resident)
+        self._order.left(resident)
 
     def _lose_child(self, parent: Resident | None) -> None:
         if parent is not None:
@@ -331,43 +220,7 @@ class PrefixPolicy(ABC):
         if resident.is_held_back:
             resident.is_held_back = False
             self._queued_count += 1
-            self._return(resident)
-
-    def _made(self, key: Key, nbytes: int, parent: Resident | None) -> Resident:
-        return Resident(key, nbytes, parent)
-
-    def _note_former(self, former: Former, now_s: float) -> None:  # noqa: B027 - as `_note`
-        """See a former resident before it is queued."""
-
-    def _admit_former(self, resident: Resident, former: Former) -> None:
-        """Queue a former resident behind those that were used earlier."""
-        self._admit(resident, 0)
-
-    def _note(self, request: Request) -> None:  # noqa: B027 - only some policies look at whole requests
-        """See a request before its chunks are used."""
-
-    @abstractmethod
-    def _admit(self, resident: Resident, position: int) -> None:
-        """Queue a new chunk, which is the request's chunk `position`."""
-
-    @abstractmethod
-    def _use(self, resident: Resident, position: int) -> None:
-        """Note that a queued chunk is used again."""
-
-    @abstractmethod
-    def _next(self) -> Resident:
-        """Take the chunk out of its queue that is to leave next. There is one in a queue."""
-
-    @abstractmethod
-    def _take(self, resident: Resident) -> None:
-        """Take a chunk out of its queue, wherever in it."""
-
-    @abstractmethod
-    def _return(self, resident: Resident) -> None:
-        """Queue a chunk again that `_next` took, so that it is the next one of its queue."""
-
-    def _left(self, resident: Resident) -> None:  # noqa: B027 - only some policies remember
-        """Remember what has left, where the policy does so."""
+            self._order.put_back(resident)
 
 
 def _is_beneath(resident: Resident, root: Resident) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from storage_server.cache.policies.policy import Key, Resident
+from storage_server.cache.policies.order import Key, Resident
 
 GHOST_COUNT_MAX = 1 << 20
 

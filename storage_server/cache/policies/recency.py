@@ -5,42 +5,40 @@ from __future__ import annotations
 from collections import defaultdict
 from heapq import heappop, heappush
 
-from storage_server.cache.policies.policy import Former, Key, PrefixPolicy, Request, Resident
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 from storage_server.cache.policies.queues import Queue, UseCounts
 
 GONE_COUNT_MAX = 1 << 18
 
 
-class LeastRecentlyUsed(PrefixPolicy):
+class LeastRecentlyUsed(EvictionOrder):
     """The chunk whose last use is longest ago leaves first."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self) -> None:
         self._queue = Queue()
 
-    def _admit(self, resident: Resident, position: int) -> None:
+    def admit(self, resident: Resident, position: int) -> None:
         self._queue.put_last(resident)
 
-    def _use(self, resident: Resident, position: int) -> None:
+    def use(self, resident: Resident, position: int) -> None:
         self._queue.put_last(resident)
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         return self._queue.take_first()
 
-    def _take(self, resident: Resident) -> None:
+    def take(self, resident: Resident) -> None:
         self._queue.take(resident)
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         self._queue.put_first(resident)
 
 
-class LeastFrequentlyUsed(PrefixPolicy):
+class LeastFrequentlyUsed(EvictionOrder):
     """The chunk with the fewest uses leaves first; among equals the least recently used one. Uses of the
     `gone_count_max` chunks that left last are remembered.
     """
 
-    def __init__(self, capacity_bytes: int, gone_count_max: int = GONE_COUNT_MAX) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, gone_count_max: int = GONE_COUNT_MAX) -> None:
         self._queues: defaultdict[int, Queue] = defaultdict(Queue)
         self._use_counts = UseCounts(gone_count_max)
         self._waiting_counts: list[int] = []
@@ -51,72 +49,71 @@ class LeastFrequentlyUsed(PrefixPolicy):
             heappush(self._waiting_counts, count)
         return self._queues[count]
 
-    def _note_former(self, former: Former, now_s: float) -> None:
+    def note_former(self, former: Former, now_s: float, child_count: int) -> None:
         self._use_counts.restore(former.key, former.use_count - 1)
 
-    def _admit(self, resident: Resident, position: int) -> None:
+    def admit(self, resident: Resident, position: int) -> None:
         self._queue(self._use_counts.add(resident.key)).put_last(resident)
 
-    def _use(self, resident: Resident, position: int) -> None:
-        self._take(resident)
-        self._admit(resident, position)
+    def use(self, resident: Resident, position: int) -> None:
+        self.take(resident)
+        self.admit(resident, position)
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         while not self._queues[self._waiting_counts[0]]:
             del self._queues[heappop(self._waiting_counts)]
         return self._queues[self._waiting_counts[0]].take_first()
 
-    def _take(self, resident: Resident) -> None:
+    def take(self, resident: Resident) -> None:
         self._queues[self._use_counts[resident.key]].take(resident)
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         self._queue(self._use_counts[resident.key]).put_first(resident)
 
-    def _left(self, resident: Resident) -> None:
+    def left(self, resident: Resident) -> None:
         self._use_counts.leave(resident.key)
 
 
-class Cascade(PrefixPolicy):
+class Cascade(EvictionOrder):
     """CASCADE's rule (Eq. 4 and Algorithm 1): a chunk of a shared prefix (`is_prefix`) and a chunk that was requested
     more than once (`ref_count`) leave after all others; the least recently used one leaves first on either side. Uses
     of the `gone_count_max` chunks that left last are remembered.
     """
 
-    def __init__(self, capacity_bytes: int, gone_count_max: int = GONE_COUNT_MAX) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, gone_count_max: int = GONE_COUNT_MAX) -> None:
         self._others, self._protected = Queue(), Queue()
         self._protected_keys: set[Key] = set()
         self._use_counts = UseCounts(gone_count_max)
         self._shared_count = 0
 
-    def _note(self, request: Request) -> None:
+    def note(self, request: Request) -> None:
         self._shared_count = request.shared_count
 
-    def _note_former(self, former: Former, now_s: float) -> None:
+    def note_former(self, former: Former, now_s: float, child_count: int) -> None:
         self._use_counts.restore(former.key, former.use_count - 1)
         self._shared_count = int(former.is_shared)
 
-    def _admit(self, resident: Resident, position: int) -> None:
+    def admit(self, resident: Resident, position: int) -> None:
         if self._use_counts.add(resident.key) > 1 or position < self._shared_count:
             self._protected_keys.add(resident.key)
         self._queue(resident).put_last(resident)
 
-    def _use(self, resident: Resident, position: int) -> None:
-        self._take(resident)
-        self._admit(resident, position)
+    def use(self, resident: Resident, position: int) -> None:
+        self.take(resident)
+        self.admit(resident, position)
 
     def _queue(self, resident: Resident) -> Queue:
         return self._protected if resident.key in self._protected_keys else self._others
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         return (self._others or self._protected).take_first()
 
-    def _take(self, resident: Resident) -> None:
+    def take(self, resident: Resident) -> None:
         self._queue(resident).take(resident)
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         self._queue(resident).put_first(resident)
 
-    def _left(self, resident: Resident) -> None:
+    def left(self, resident: Resident) -> None:
         self._protected_keys.discard(resident.key)
         self._use_counts.leave(resident.key)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from heapq import heapify, heappop, heappush
 
-from storage_server.cache.policies.policy import Former, Key, PrefixPolicy, Request, Resident
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 from storage_server.cache.policies.reuse_classes import Use, class_path, former_class_path
 from storage_server.cache.policies.reuse_times import BUCKET_COUNT, EDGES_S, ReuseTimes
 from storage_server.cache.policies.use_worth import UseWorth, worth_of
@@ -55,8 +55,8 @@ class _Chunk(Resident):
 
     __slots__ = ("run",)
 
-    def __init__(self, key: Key, nbytes: int, parent: Resident | None, run: _Run) -> None:
-        super().__init__(key, nbytes, parent)
+    def __init__(self, key: Key, nbytes: int, run: _Run) -> None:
+        super().__init__(key, nbytes)
         self.run = run
 
 
@@ -72,11 +72,10 @@ class _Known:
         self.use_count = 0
 
 
-class ReuseValue(PrefixPolicy):
+class ReuseValue(EvictionOrder):
     """Remembers up to `ghost_count_max` chunks that are not resident. `growth` is that of UseWorth."""
 
-    def __init__(self, capacity_bytes: int, ghost_count_max: int = GHOST_COUNT_MAX, growth: float = 0.0) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, ghost_count_max: int = GHOST_COUNT_MAX, growth: float = 0.0) -> None:
         self._ghost_count_max = ghost_count_max
         self._times = ReuseTimes()
         self._worth = UseWorth(growth)
@@ -84,19 +83,19 @@ class ReuseValue(PrefixPolicy):
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._aging: tuple[deque[_Run], ...] = tuple(deque() for _ in range(BUCKET_COUNT))
         self._cells: defaultdict[Cell, deque[_Run]] = defaultdict(deque)
-        self._order: list[tuple[float, Cell]] = []
-        self._ordered: set[Cell] = set()
+        self._by_value: list[tuple[float, Cell]] = []
+        self._by_valueed: set[Cell] = set()
         self._request_count = 0
         self._former_run: _Run | None = None
         """The run of the former resident that came last."""
 
-    def _note_former(self, former: Former, now_s: float) -> None:
+    def note_former(self, former: Former, now_s: float, child_count: int) -> None:
         """Chunks of one class that were used at one time are a run again, which has the bucket of its age at once: what
         happened on the way there is not known. Nor are the depths of prefixes, so `growth` begins to count with the
         next use.
         """
         key, nbytes = former.key, former.nbytes
-        use_count, continuation_count = former.use_count - 1, len(self._orphans.get(key, ()))
+        use_count, continuation_count = former.use_count - 1, child_count
         if former.is_shared:
             use_count, continuation_count = max(use_count, 1), max(continuation_count, 2)
         number = self._times.number_of(former_class_path(use_count, continuation_count))
@@ -118,11 +117,10 @@ class ReuseValue(PrefixPolicy):
         known.continuation_count = continuation_count
 
     def end_restore(self) -> None:
-        super().end_restore()
         self._former_run = None
 
-    def _note(self, request: Request) -> None:
-        self._age()
+    def note(self, request: Request) -> None:
+        self._age(request.now_s)
         if self._request_count % REFRESH_REQUESTS == 0:
             self._refresh()
         self._request_count += 1
@@ -149,7 +147,7 @@ class ReuseValue(PrefixPolicy):
             step = self._worth.step(offset_bytes, nbytes)
             run = runs.get((number, step))
             if run is None:
-                run = runs[number, step] = _Run(number, step, self._now_s)
+                run = runs[number, step] = _Run(number, step, request.now_s)
                 self._aging[0].append(run)
             run.unused_count += 1
             run.chunk_count += 1
@@ -161,12 +159,12 @@ class ReuseValue(PrefixPolicy):
             offset_bytes += nbytes
             parent = known
 
-    def _age(self) -> None:
+    def _age(self, now_s: float) -> None:
         """Move runs to the buckets of their ages, and count what was used on the way and what was not. A run counts as
         one observation, since its chunks come back together.
         """
         for bucket, runs in enumerate(self._aging):
-            while runs and self._now_s - runs[0].used_at_s >= EDGES_S[bucket + 1]:
+            while runs and now_s - runs[0].used_at_s >= EDGES_S[bucket + 1]:
                 run = runs.popleft()
                 used, unused = run.used_count / run.chunk_count, run.unused_count / run.chunk_count
                 self._times.note(run.number, bucket, used, unused)
@@ -189,9 +187,9 @@ class ReuseValue(PrefixPolicy):
         while runs and (runs[0].bucket != run.bucket or not runs[0].waiting):
             self._unqueue(runs, run.bucket)
         run.is_queued = True
-        if cell not in self._ordered:
-            self._ordered.add(cell)
-            heappush(self._order, (self._value(cell), cell))
+        if cell not in self._by_valueed:
+            self._by_valueed.add(cell)
+            heappush(self._by_value, (self._value(cell), cell))
         return runs
 
     def _unqueue(self, runs: deque[_Run], bucket: int) -> None:
@@ -206,25 +204,25 @@ class ReuseValue(PrefixPolicy):
     def _refresh(self) -> None:
         self._times.refresh(KEPT_FRACTION)
         self._cells = defaultdict(deque, {cell: runs for cell, runs in self._cells.items() if runs})
-        self._order = [(self._value(cell), cell) for cell in self._cells]
-        self._ordered = set(self._cells)
-        heapify(self._order)
+        self._by_value = [(self._value(cell), cell) for cell in self._cells]
+        self._by_valueed = set(self._cells)
+        heapify(self._by_value)
 
-    def _made(self, key: Key, nbytes: int, parent: Resident | None) -> Resident:
-        return _Chunk(key, nbytes, parent, self._known[key].run)
+    def made(self, key: Key, nbytes: int) -> Resident:
+        return _Chunk(key, nbytes, self._known[key].run)
 
-    def _admit(self, resident: Resident, position: int) -> None:
-        self._use(resident, position)
+    def admit(self, resident: Resident, position: int) -> None:
+        self.use(resident, position)
 
-    def _use(self, resident: Resident, position: int) -> None:
+    def use(self, resident: Resident, position: int) -> None:
         assert isinstance(resident, _Chunk)
         resident.run = self._known[resident.key].run
         resident.run.waiting.appendleft(resident)
         self._queue(resident.run)
 
-    def _next(self) -> Resident:
+    def take_next(self) -> Resident:
         while True:
-            cell = self._order[0][1]
+            cell = self._by_value[0][1]
             runs = self._cells[cell]
             while runs:
                 run = runs[0]
@@ -234,19 +232,19 @@ class ReuseValue(PrefixPolicy):
                         if chunk.run is run and chunk.is_resident:
                             return chunk
                 self._unqueue(runs, cell[2])
-            heappop(self._order)
-            self._ordered.discard(cell)
+            heappop(self._by_value)
+            self._by_valueed.discard(cell)
 
-    def _take(self, resident: Resident) -> None:
-        """Nothing: `_next` passes over chunks that are not resident."""
+    def take(self, resident: Resident) -> None:
+        """Nothing: `take_next` passes over chunks that are not resident."""
 
-    def _return(self, resident: Resident) -> None:
+    def put_back(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
         resident.run.waiting.append(resident)
         if not resident.run.is_queued:
             self._opened(resident.run).appendleft(resident.run)
 
-    def _left(self, resident: Resident) -> None:
+    def left(self, resident: Resident) -> None:
         self._ghosts[resident.key] = None
         if len(self._ghosts) > self._ghost_count_max:
             key, _ = self._ghosts.popitem(last=False)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from descriptors.messages import LEASE_S_MAX
-from storage_server.cache.policies.policy import EvictionPolicy, Former, Request
+from storage_server.cache.policies.order import Former, Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.rules.awaited import AwaitedLeases, ExpectedParents
 from storage_server.cache.rules.ends import Births, HoldEnds
 from storage_server.cache.rules.entry import Entry, Name

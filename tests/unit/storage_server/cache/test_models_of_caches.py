@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from descriptors.status import MODELS_MAX
 from storage_server.cache.caches import MODELS_COUNTED_MAX, Cache
-from storage_server.cache.policies.choice import POLICIES, Eviction
+from storage_server.cache.policies.choice import Eviction, policy_of
 from storage_server.cache.rules.books import Books
 from storage_server.kernel.rules.rows import KeyChange
 
@@ -17,7 +17,7 @@ KEYS = [f"kv/{model}/layout/rank/{index}" for model in ("a", "b") for index in r
 
 
 def cache() -> Cache:
-    return Cache(Books(POLICIES[Eviction.LRU](1 << 20)), "bucket")
+    return Cache(Books(policy_of(Eviction.LRU, 1 << 20)), "bucket")
 
 
 def put(key: str, nbytes: int) -> KeyChange:

@@ -7,7 +7,8 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from storage_server.cache.policies.policy import EvictionPolicy, Request
+from storage_server.cache.policies.order import Request
+from storage_server.cache.policies.policy import EvictionPolicy
 
 
 def request(text: str, now_s: float = 0.0, shared_count: int = 0) -> Request:

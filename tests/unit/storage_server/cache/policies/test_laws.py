@@ -9,26 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage_server.cache.policies import choice
 from storage_server.cache.policies import policy as policy_module
-from storage_server.cache.policies.adaptive import AdaptiveReplacement, S3Fifo
-from storage_server.cache.policies.policy import EvictionPolicy, Former, Key, Request
-from storage_server.cache.policies.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request
+from storage_server.cache.policies.policy import EvictionPolicy
+from storage_server.cache.policies.recency import LeastFrequentlyUsed
 from storage_server.cache.policies.reuse_value import ReuseValue
 from tests.unit.storage_server.cache.policies.streams import request, streams
 
 Made = Callable[[int], EvictionPolicy]
-POLICIES: tuple[Made, ...] = (
-    LeastRecentlyUsed,
-    LeastFrequentlyUsed,
-    Cascade,
-    AdaptiveReplacement,
-    S3Fifo,
-    ReuseValue,
-    lambda capacity_bytes: LeastFrequentlyUsed(capacity_bytes, 2),
-    lambda capacity_bytes: ReuseValue(capacity_bytes, 2),
+ORDERS: dict[str, Callable[[], EvictionOrder]] = {eviction.value: made for eviction, made in choice.ORDERS.items()} | {
+    "lfu-forgetful": lambda: LeastFrequentlyUsed(2),
+    "reuse-value-forgetful": lambda: ReuseValue(2),
+}
+every_policy = pytest.mark.parametrize(
+    "made",
+    [lambda capacity_bytes, order=order: EvictionPolicy(capacity_bytes, order()) for order in ORDERS.values()],
+    ids=ORDERS,
 )
-IDS = ("lru", "lfu", "cascade", "arc", "s3-fifo", "reuse-value", "lfu-forgetful", "reuse-value-forgetful")
-every_policy = pytest.mark.parametrize("made", POLICIES, ids=IDS)
 
 
 class Cache:
@@ -281,7 +279,7 @@ def test_a_request_that_means_nothing_is_refused(keys: str, sizes_bytes: tuple[i
 @given(stream=streams(), capacity_bytes=st.integers(0, 20))
 def test_ours_is_never_worse_than_keeping_nothing(stream: list[Request], capacity_bytes: int) -> None:
     """It moves a chunk into the cache at most once for each time that the chunk is asked for and was not there."""
-    policy, admitted_count, missed_count = ReuseValue(capacity_bytes), 0, 0
+    policy, admitted_count, missed_count = EvictionPolicy(capacity_bytes, ReuseValue()), 0, 0
     for asked in stream:
         hit_count = policy.hit_count(asked.keys)
         assert hit_count >= 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from storage_server.cache.policies.policy import Request
+from storage_server.cache.policies.order import Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastRecentlyUsed
 from storage_server.cache.policies.reuse_value import ReuseValue
 from tests.unit.storage_server.cache.policies.streams import hit_bytes
@@ -30,14 +31,14 @@ def conversations(count: int, seconds_apart: float) -> list[Request]:
 
 def test_requests_of_a_kind_that_never_comes_back_do_not_displace_those_that_do() -> None:
     stream = conversations(200, 40.0)
-    lru, ours = LeastRecentlyUsed(12), ReuseValue(12)
+    lru, ours = EvictionPolicy(12, LeastRecentlyUsed()), EvictionPolicy(12, ReuseValue())
     assert hit_bytes(lru, stream) == 0
     assert hit_bytes(ours, stream) > 0.75 * 3 * 200
 
 
 def test_a_chunk_of_the_lowest_value_is_not_admitted() -> None:
     """Otherwise it would displace chunks that are worth more, for nothing."""
-    policy = ReuseValue(12)
+    policy = EvictionPolicy(12, ReuseValue())
     for each in conversations(200, 40.0):
         policy.request(each)
     policy.request(asked(9000, *(f"kept{chunk}" for chunk in range(3))))
@@ -49,13 +50,13 @@ def test_a_chunk_of_the_lowest_value_is_not_admitted() -> None:
 def test_what_left_still_teaches() -> None:
     """A cache that is too small for any hit learns the same from its ghosts, and forgets no more than it is told to."""
     stream = conversations(60, 40.0)
-    remembering, forgetting = ReuseValue(2), ReuseValue(2, ghost_count_max=0)
+    remembering, forgetting = EvictionPolicy(2, ReuseValue()), EvictionPolicy(2, ReuseValue(ghost_count_max=0))
     assert hit_bytes(remembering, stream) >= hit_bytes(forgetting, stream)
 
 
 def test_of_chunks_that_are_used_alike_the_large_ones_leave_first() -> None:
     """The space of one large chunk holds fifteen small ones, each of which saves a read besides its bytes."""
-    policy = ReuseValue(64 * 16)
+    policy = EvictionPolicy(64 * 16, ReuseValue())
     for number in range(16):
         for name, nbytes in (("large", 60), ("small", 4)):
             policy.request(Request(0.0, [f"{name}-{number}"], [nbytes]))
@@ -67,7 +68,7 @@ def test_of_chunks_that_are_used_alike_the_large_ones_leave_first() -> None:
 def test_what_costs_more_to_compute_again_stays_longer() -> None:
     """With a model's costs: the tokens at the end of a long prompt attend to all before them."""
     for order in (("long", "short"), ("short", "long")):
-        policy = ReuseValue(101, growth=0.1)
+        policy = EvictionPolicy(101, ReuseValue(growth=0.1))
         for name in order:
             policy.request(asked(1.0, *(f"{name}-{chunk}" for chunk in range(100 if name == "long" else 1))))
         assert policy.resize(100) == ("short-0",)
@@ -75,7 +76,7 @@ def test_what_costs_more_to_compute_again_stays_longer() -> None:
 
 def test_the_depth_of_a_chunk_is_known_behind_its_parent() -> None:
     """Chunks are put one by one: each request names the chunk before, and the new one."""
-    policy = ReuseValue(102, growth=0.1)
+    policy = EvictionPolicy(102, ReuseValue(growth=0.1))
     for number in range(1, 100):
         policy.request(asked(1.0, f"long-{number - 1}", f"long-{number}"))
     policy.request(asked(1.0, "short", "other"))

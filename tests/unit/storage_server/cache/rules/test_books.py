@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.messages import LEASE_S_MAX
-from storage_server.cache.policies.choice import POLICIES, Eviction
-from storage_server.cache.policies.policy import Request
+from storage_server.cache.policies.choice import Eviction, policy_of
+from storage_server.cache.policies.order import Request
+from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.reuse_classes import Use, class_path
 from storage_server.cache.policies.reuse_value import ReuseValue
 from storage_server.cache.rules import awaited
@@ -28,7 +29,7 @@ def entry(at: float, version: int = 1, nbytes: int = 1, **known: object) -> Entr
 
 
 def made(capacity_bytes: int = 100, eviction: Eviction = Eviction.LRU, ttl_s: float | None = None) -> Books:
-    return Books(POLICIES[eviction](capacity_bytes), ttl_s)
+    return Books(policy_of(eviction, capacity_bytes), ttl_s)
 
 
 def filled(text: str, books: Books) -> Books:
@@ -368,7 +369,7 @@ def test_caches_of_one_directory_hold_a_part_of_it_together() -> None:
     """Each counted its own holds, so that two caches held all of the directory."""
     all_held = HoldBudget()
     all_held.bytes_max = 3
-    one, other = (Books(POLICIES[Eviction.LRU](100), None, all_held) for _ in range(2))
+    one, other = (Books(policy_of(Eviction.LRU, 100), None, all_held) for _ in range(2))
     for books in (one, other):
         books.held.bytes_max = 2
         for key in "abc":
@@ -434,7 +435,7 @@ def test_dirty_objects_are_dirty_after_a_restart() -> None:
 
 def test_flagged_prefixes_leave_last_in_cascade() -> None:
     """All were used once, the flagged one before."""
-    books = Books(POLICIES[Eviction.CASCADE](100))
+    books = Books(policy_of(Eviction.CASCADE, 100))
     books.put((BUCKET, "flagged"), entry(1.0, is_shared=True))
     for number in range(6):
         books.put((BUCKET, f"other-{number}"), entry(2.0 + number))
@@ -443,11 +444,11 @@ def test_flagged_prefixes_leave_last_in_cascade() -> None:
 
 def test_a_flag_counts_as_a_use_under_several_continuations_in_ours() -> None:
     """What that is worth is learned."""
-    policy = ReuseValue(100)
-    policy.request(Request(1.0, ["flagged", "other"], [1, 1], shared_count=1))
-    numbers = [policy._known[key].run.number for key in ("flagged", "other")]
+    order = ReuseValue()
+    EvictionPolicy(100, order).request(Request(1.0, ["flagged", "other"], [1, 1], shared_count=1))
+    numbers = [order._known[key].run.number for key in ("flagged", "other")]
     uses = [Use(0, 2, 0, 1, 2), Use(1, 2, 0, 0, 0)]
-    assert numbers == [policy._times.number_of(class_path(use)) for use in uses]
+    assert numbers == [order._times.number_of(class_path(use)) for use in uses]
 
 
 def test_a_lease_outlives_the_pin_and_the_other_way_round() -> None:
@@ -511,7 +512,7 @@ def test_a_held_object_does_not_keep_others_from_expiring() -> None:
 def test_the_prefixes_that_somebody_has_asked_for_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a kilobyte would take sixteen times as much as those of chunks."""
     monkeypatch.setattr(awaited, "EXPECTED_CHARACTERS_MAX", 1000)
-    books = Books(POLICIES[Eviction.LRU](1 << 20))
+    books = Books(policy_of(Eviction.LRU, 1 << 20))
     for number in range(50):
         books.expected.add("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
         books.expected.add("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
