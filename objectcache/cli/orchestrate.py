@@ -89,7 +89,7 @@ def orchestrate(options: argparse.Namespace) -> int:
         raise ConfigError(
             "an orchestrator needs an --engine, or --data or --registry with engines that were registered"
         )
-    from objectcache.orchestrator.metadata import MetadataError  # other commands start sooner without these
+    from objectcache.orchestrator.metadata_file import MetadataError  # other commands start sooner without these
     from objectcache.orchestrator.process import Orchestration
     from objectcache.orchestrator.registry import EtcdRegistry
 

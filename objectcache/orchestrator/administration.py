@@ -11,7 +11,8 @@ from aiohttp import web
 
 from objectcache.orchestrator.access import ANYBODY, OPERATORS
 from objectcache.orchestrator.answers import Refusal
-from objectcache.orchestrator.metadata import MetadataError, NameTakenError
+from objectcache.orchestrator.metadata import NameTakenError
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.receipts import described
 from objectcache.orchestrator.router import NoEngineError
 from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
-from objectcache.orchestrator.metadata import MetadataError
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 ENTRY_BYTES_MAX = 16_384

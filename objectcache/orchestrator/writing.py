@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from objectcache.orchestrator.metadata import CacheEntry, Metadata, RegisteredEngine
+from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
+from objectcache.orchestrator.metadata_blocks import CacheEntry
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -138,7 +139,7 @@ class Writing:
         that was written down.
         """
         await self.flush()
-        known = await asyncio.to_thread(self.metadata.known_batches)
+        known = await asyncio.to_thread(self.metadata.blocks.batches)
         found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
         for at, name in enumerate(list(found)):
             try:
@@ -158,7 +159,7 @@ class Writing:
         return {name: KnownBatch(*each) for name, each in found.items()}
 
     def _entries(self, name: str) -> list[CacheEntry]:
-        return list(self.metadata.entries(name))
+        return list(self.metadata.blocks.all(name))
 
     def note_session(self, session: str, engine: str) -> None:
         """A session is there now."""
@@ -235,7 +236,7 @@ class Writing:
             added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
             known = None if each.known is None else (each.known.number, each.known.sent_at)
             try:
-                self.metadata.note_source(source, known, added, list(each.removed), is_cleared=each.is_cleared)
+                self.metadata.blocks.note_source(source, known, added, list(each.removed), is_cleared=each.is_cleared)
             except Exception as error:
                 failed[source] = error
         return failed

@@ -47,7 +47,8 @@ STAGES = {
     ORCHESTRATOR: (
         "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed",
         "engine_calls", "engine_watchers", "engine_blocks", "engine", "roster", "tokenizer", "reading_process",
-        "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache", "gate",
+        "readers", "tokens", "store_lookups", "metadata_file", "metadata_blocks", "metadata",
+        "registry", "writing", "response_cache", "gate",
         "relay", "router", "orders", "access", "bodies", "exchange", "passing_on", "dispatch", "meter",
         "token_checks", "waiting_for_engines", "fleet", "prefill", "service", "answering", "administration",
         "pages", "app", "process",

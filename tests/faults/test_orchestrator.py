@@ -17,7 +17,7 @@ import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.adapters.limited_server import Connection
-from objectcache.orchestrator.metadata import MetadataError
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.liveness import EngineStatus
 from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT

@@ -28,7 +28,8 @@ from objectcache.calibration.origin import python_path
 from objectcache.calibration.samples import spread
 from objectcache.cli import admin_token
 from objectcache.orchestrator.engine import Engine
-from objectcache.orchestrator.metadata import CacheEntry, Metadata
+from objectcache.orchestrator.metadata import Metadata
+from objectcache.orchestrator.metadata_blocks import CacheEntry
 from objectcache.orchestrator.router import Prompt, Router
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.engine_metrics import EngineReport
@@ -248,10 +249,10 @@ def _metadata_times(count: int, place: Path) -> dict[str, Any]:
     opened_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
     for at in range(0, count, max(1, count // 100)):
-        again.find_entry(f"node-{at % 16}", at.to_bytes(16, "big"))
+        again.blocks.find(f"node-{at % 16}", at.to_bytes(16, "big"))
     lookup_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
-    read = sum(1 for _ in again.entries())
+    read = sum(1 for _ in again.blocks.all())
     recovered_s = time.perf_counter() - began_s
     again.close()
     if read != count:
@@ -270,7 +271,7 @@ def _register(count: int, place: Path, pipe: Connection) -> None:
     ]
     metadata = Metadata(place)
     began_s = time.perf_counter()
-    metadata.note_entries(entries)
+    metadata.blocks.note(entries)
     pipe.send(time.perf_counter() - began_s)
     with suppress(EOFError):  # where the other process has ended
         pipe.recv()

@@ -13,38 +13,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.beneath import Beneath
 from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.segments import Pending, WriteFile
 from storage_server.kernel.data.space import Space
+from storage_server.kernel.index.commit_queue import CommitQueue, Job, answer
+from storage_server.kernel.index.freed import FreedSpace
 from storage_server.kernel.index.identity import Identity, Mark, count_transaction, read_identity
 from storage_server.kernel.index.reserve import Reserve
 from storage_server.kernel.index.resolved import ResolvedKeys
-from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shrink
+from storage_server.kernel.index.schema import can_shrink, connect, create, next_version, shorten_log, shrink
 from storage_server.kernel.index.transaction import Transaction, version_counter
 from storage_server.kernel.rules.pins import Hole
 from storage_server.kernel.rules.rows import Committed, Touched
 from storage_server.planning.durability import Durability
 
-BATCH_MAX = 256
 PENDING_MAX = 2048
 RELAXED_SYNC_INTERVAL_S = 1.0
 SHRINK_PAUSE_S = 0.05
 FAILURE_PAUSE_S = 0.1
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-Change = Callable[[Transaction], Any]
 
 
 class RefusedChangesError(ServerError):
@@ -64,32 +61,6 @@ class SharedJournal(Protocol):
 
     def append_to_journal(self, tx: Transaction) -> None:
         """Write down the changes of the transaction, which are all made. It is committed next."""
-
-
-class _Sync:
-    """In the queue: sync soon, somebody waits for space."""
-
-
-@dataclass(slots=True)
-class _Job:
-    change: Change
-    pending: Pending | None
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-    frees: bool = False
-    result: Any = None
-    failure: ServerError | None = None
-    """Why the change is not to be carried out: its bytes could not be written."""
-    error: BaseException | None = None
-    is_settled: bool = False
-
-    def settle(self) -> None:
-        if self.future.cancelled():
-            return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.result)
 
 
 class Committer:
@@ -118,21 +89,15 @@ class Committer:
         self._space = space
         self._on_changes = on_changes
         self._journal = journal
-        self._marked = mark
+        self._mark = mark
         self._durability = durability
         self._disk = disk
-        self._dispose = dispose
-        self._punch = punch
-        self._punch_delay_s = punch_delay_s
+        self._freed = FreedSpace(dispose, punch, punch_delay_s)
         self._resolved = resolved
-        self._holes: list[Hole] = []
-        self._punches: deque[tuple[float, Hole]] = deque()
-        self._queue: queue.SimpleQueue[_Job | str | _Sync | None] = queue.SimpleQueue()
-        self._is_sync_wanted = False
+        self._queue = CommitQueue()
         self._pending = 0
         self._considered: set[str] = set()
         self._unsynced: dict[str, WriteFile] = {}
-        self._dead: list[str] = []
         self._synced_at = time.monotonic()
         self._is_dirty = False
         self._reserve = Reserve(Beneath(path.parent))
@@ -151,10 +116,10 @@ class Committer:
 
     def close(self) -> None:
         """Carry out the submitted changes, sync, and close."""
-        self._queue.put(None)
+        self._queue.end()
         self._thread.join()
         self.db.close()
-        self._marked.close()
+        self._mark.close()
 
     async def commit(
         self, change: Callable[[Transaction], _T], pending: Pending | None = None, *, frees: bool = False
@@ -175,7 +140,7 @@ class Committer:
         if pending is not None:
             pending.file.hold()
             pending.may_be_named = True
-        self._queue.put(_Job(change, pending, loop, future, frees))
+        self._queue.put(Job(change, pending, loop, future, frees))
         try:
             return await future
         finally:
@@ -202,69 +167,48 @@ class Committer:
 
     def consider(self, file_id: str) -> None:
         """Delete this file soon if no row names it. May be called from any thread."""
-        self._queue.put(file_id)
+        self._queue.consider(file_id)
 
     def sync_soon(self) -> None:
         """Make what was carried out durable now, so that space that it freed is given back. May be called from any
         thread.
         """
-        self._queue.put(_Sync())
+        self._queue.sync_soon()
 
     def _run(self) -> None:
-        open_for_more = True
-        while open_for_more:
-            batch, open_for_more = self._next_batch()
+        is_open = True
+        while is_open:
+            batch = self._queue.take(self._pause_s())
+            is_open = not batch.is_last
+            self._considered |= batch.files
             try:
-                if batch or self._considered:
-                    self._carry_out(batch)
+                if batch.jobs or self._considered:
+                    self._carry_out(batch.jobs)
                 is_due = time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S
-                if is_due or self._is_sync_wanted or not open_for_more:
-                    self._is_sync_wanted = False
+                if is_due or batch.wants_sync or batch.is_last:
                     self._sync_relaxed()
                     self._reserve.keep()
-                self._give_space_back()
+                self._freed.punch_due()
                 self._shrink_index()
             except Exception as error:  # the thread must live on, or callers would wait for ever
                 _log.exception("the committer goes on after this")
                 self._rollback()
-                for job in batch:
+                for job in batch.jobs:
                     if not job.is_settled:
                         job.error = index_error(error)
-                self._answer(batch)
+                answer(batch.jobs)
+                if batch.wants_sync:
+                    self._queue.sync_soon()
                 time.sleep(FAILURE_PAUSE_S)
 
-    def _answer(self, batch: list[_Job]) -> None:
-        unsettled = [job for job in batch if not job.is_settled]
-        for job in unsettled:
-            job.is_settled = True
-            if job.pending is not None:
-                job.pending.file.release()
-        for loop in {job.loop for job in unsettled}:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-                loop.call_soon_threadsafe(_settle, [job for job in unsettled if job.loop is loop])
+    def _pause_s(self) -> float | None:
+        """The time after which something is to be done although nothing comes; None for never."""
+        if self._is_shrinking:
+            return SHRINK_PAUSE_S
+        is_idle = not (self._is_dirty or self._considered or self._freed.is_waiting or self._reserve.is_gone)
+        return None if is_idle else RELAXED_SYNC_INTERVAL_S
 
-    def _next_batch(self) -> tuple[list[_Job], bool]:
-        """Wait for a job, and take all jobs that have come; the second value says whether more may come."""
-        batch: list[_Job] = []
-        idle = not (self._is_dirty or self._considered or self._punches or self._reserve.is_gone or self._is_shrinking)
-        try:
-            wait_s = SHRINK_PAUSE_S if self._is_shrinking else RELAXED_SYNC_INTERVAL_S
-            item = self._queue.get(timeout=None if idle else wait_s)
-            while item is not None:
-                if isinstance(item, _Sync):
-                    self._is_sync_wanted = True
-                elif isinstance(item, str):
-                    self._considered.add(item)
-                else:
-                    batch.append(item)
-                if len(batch) == BATCH_MAX:
-                    return batch, True
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return batch, True
-        return batch, False
-
-    def _carry_out(self, batch: list[_Job]) -> None:
+    def _carry_out(self, batch: list[Job]) -> None:
         for job in batch:
             job.failure = _write(job.pending, self._disk)
         if self._durability is Durability.STRICT:
@@ -280,17 +224,17 @@ class Committer:
         except (sqlite3.Error, ServerError) as error:
             for job in batch:
                 job.error = job.error or index_error(error)
-            self._answer(batch)
+            answer(batch)
             return
         self._considered.clear()
         if self._space.bound_bytes is not None:
             self._space.measure()
-        self._answer(batch)
-        self._dead += dead
+        answer(batch)
+        self._freed.add(dead)
         if self._durability is Durability.STRICT:
-            self._dispose_dead()
+            self._freed.note_durable(self.db)
 
-    def _transact_in_parts(self, batch: list[_Job]) -> list[str]:
+    def _transact_in_parts(self, batch: list[Job]) -> list[str]:
         """Carry the batch out; where something in it is refused, its halves one after the other, so that nobody's
         change fails for another's. Returns files that no row names. Raises sqlite3.Error, ServerError; what was carried
         out by then is answered.
@@ -304,14 +248,14 @@ class Committer:
         middle = len(batch) // 2
         for part in (batch[:middle], batch[middle:]):
             try:
-                self._dead += self._transact_in_parts(part)
+                self._freed.add(self._transact_in_parts(part))
             except RefusedChangesError as error:
                 for job in part:
                     job.error = job.error or error
-            self._answer(part)
+            answer(part)
         return []
 
-    def _transact_even_if_full(self, batch: list[_Job]) -> list[str]:
+    def _transact_even_if_full(self, batch: list[Job]) -> list[str]:
         """Do what `_transact` does. On a full disk use the reserve, and carry out only the changes that free space."""
         try:
             return self._transact(batch)
@@ -321,10 +265,10 @@ class Committer:
             for job in batch:
                 job.failure = job.failure or (None if job.frees else index_error(error))
             dead = self._transact(batch)
-            self._shorten_log()
+            shorten_log(self.db)
             return dead
 
-    def _transact(self, batch: list[_Job]) -> list[str]:
+    def _transact(self, batch: list[Job]) -> list[str]:
         """Carry the batch out in one transaction; returns the files that no row names after it. Raises sqlite3.Error,
         and then nothing has changed.
         """
@@ -355,13 +299,13 @@ class Committer:
             self._rollback()
             raise
         finally:  # also after a failed commit, since it may have changed rows
-            self._forget_changed_keys(tx)
+            _forget_changed_keys(self._resolved, tx)
         if strict:
-            self._mark(transactions)
-        self._holes += holes
+            self._mark.note(Identity(self._store_number, transactions))
+        self._freed.add((), holes)
         return dead
 
-    def _carry_out_one(self, tx: Transaction, job: _Job) -> None:
+    def _carry_out_one(self, tx: Transaction, job: Job) -> None:
         """A change may be carried out several times: it changes nothing but `tx`."""
         touched_count = len(tx.touched)
         try:
@@ -380,17 +324,6 @@ class Committer:
             if job.pending is not None:
                 job.pending.may_be_named = False
 
-    def _mark(self, transactions: int) -> None:
-        """Record in the mark that the transaction is durable. An index without it is then known to be an old one."""
-        with contextlib.suppress(OSError):  # with an older mark, fewer old indexes are noticed; nothing else is lost
-            self._marked.write(Identity(self._store_number, transactions))
-
-    def _forget_changed_keys(self, tx: Transaction) -> None:
-        if tx.has_moved:
-            self._resolved.forget_all()
-        elif tx.changes or tx.moved:
-            self._resolved.forget({(change.bucket, change.key) for change in tx.changes} | tx.moved)
-
     def _rollback(self) -> None:
         if not self.db.in_transaction:
             return
@@ -400,7 +333,7 @@ class Committer:
             self.db.close()
             self.db = connect(self._path)
 
-    def _keep_unsynced(self, batch: list[_Job]) -> None:
+    def _keep_unsynced(self, batch: list[Job]) -> None:
         self._is_dirty = True
         for job in batch:
             if job.pending is not None and job.pending.file.file_id not in self._unsynced:
@@ -423,13 +356,13 @@ class Committer:
                 transactions = self._note_synced(marks)
             except sqlite3.Error:
                 return
-            self._shorten_log()
-        self._mark(transactions)
+            shorten_log(self.db)
+        self._mark.note(Identity(self._store_number, transactions))
         for file in self._unsynced.values():
             file.release()
         self._unsynced.clear()
         self._is_dirty = False
-        self._dispose_dead()
+        self._freed.note_durable(self.db)
 
     def _note_synced(self, marks: Sequence[tuple[str]]) -> int:
         """Record that the extents of these files survive power loss; returns the transaction's number. Raises
@@ -446,30 +379,6 @@ class Committer:
             raise
         return transactions
 
-    def _shorten_log(self) -> None:
-        """Shorten SQLite's log, because its space can be used for changes, too."""
-        with contextlib.suppress(sqlite3.Error):
-            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-    def _dispose_dead(self) -> None:
-        """Delete the files that lost their last row and still have none; a segment may have got new rows since."""
-        while self._dead:
-            file_id = self._dead[-1]
-            if self.db.execute("SELECT 1 FROM extents WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is None:
-                self._dispose(file_id)
-            self._dead.pop()
-        due_s = time.monotonic() + self._punch_delay_s
-        self._punches.extend((due_s, hole) for hole in self._holes)
-        self._holes.clear()
-
-    def _give_space_back(self) -> None:
-        """Punch the holes that are due. Readers in other processes have had time to end."""
-        now_s = time.monotonic()
-        due: list[Hole] = []
-        while self._punches and self._punches[0][0] <= now_s:
-            due.append(self._punches.popleft()[1])
-        self._punch(due)
-
     def _shrink_index(self) -> None:
         """Rows that were deleted leave empty pages: without this the index would be as large as it ever was, and its
         bytes count in the bound of the directory.
@@ -480,10 +389,17 @@ class Committer:
         with contextlib.suppress(sqlite3.Error):  # the disk is full: other changes tell whom it concerns
             self._is_shrinking = shrink(self.db)
         if was_shrinking and not self._is_shrinking:
-            self._shorten_log()
+            shorten_log(self.db)
             if self._space.bound_bytes is not None:
                 self._space.measure()
                 self._space.freed()
+
+
+def _forget_changed_keys(resolved: ResolvedKeys, tx: Transaction) -> None:
+    if tx.has_moved:
+        resolved.forget_all()
+    elif tx.changes or tx.moved:
+        resolved.forget({(change.bucket, change.key) for change in tx.changes} | tx.moved)
 
 
 def _write(pending: Pending | None, disk: Disk) -> ServerError | None:
@@ -504,11 +420,6 @@ def _sync(files: dict[str, WriteFile]) -> dict[str, ServerError]:
         except OSError as error:
             failed[file_id] = disk_error(error, "syncing")
     return failed
-
-
-def _settle(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.settle()
 
 
 def _opened(path: Path, reserve: Reserve) -> sqlite3.Connection:

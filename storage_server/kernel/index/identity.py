@@ -8,6 +8,7 @@ leftovers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -90,13 +91,14 @@ class Mark:
                 own = copy
         return own
 
-    def write(self, identity: Identity) -> None:
-        """Overwrite the mark. It is not synced, because an older mark only notices fewer old indexes.
-        Raises OSError.
+    def note(self, identity: Identity) -> None:
+        """Record that the transaction is durable: an index without it is then known to be an old one. The mark is not
+        synced, and may fail to be written: with an older one fewer old indexes are noticed, nothing else is lost.
         """
         text = json.dumps({"store": identity.number, "transactions": identity.transactions})
-        for fd in self._fds:
-            os.pwrite(fd, text.ljust(MARK_BYTES).encode(), 0)
+        with contextlib.suppress(OSError):
+            for fd in self._fds:
+                os.pwrite(fd, text.ljust(MARK_BYTES).encode(), 0)
 
     def close(self) -> None:
         """Close the files."""

@@ -121,6 +121,12 @@ def shrink(connection: sqlite3.Connection) -> bool:
     return True
 
 
+def shorten_log(connection: sqlite3.Connection) -> None:
+    """Shorten SQLite's log, because its space can be used for changes, too."""
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
 def _bytes_of(connection: sqlite3.Connection) -> int:
     pages, size = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     return int(pages * size)

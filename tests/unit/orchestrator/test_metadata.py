@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from objectcache.orchestrator.metadata import FILE, CacheEntry, Metadata, MetadataError, RegisteredEngine
+from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
+from objectcache.orchestrator.metadata_blocks import CacheEntry
+from objectcache.orchestrator.metadata_file import FILE, MetadataError
 
 ENGINE = RegisteredEngine("http://a:8000", "a", "{}")
 
@@ -18,7 +20,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     metadata.add_engine(ENGINE)
     metadata.add_engine(RegisteredEngine("http://b:8000", "b", "{}", is_draining=True))
     metadata.note_sessions({"s": "a", "t": "b"})
-    metadata.note_source(
+    metadata.blocks.note_source(
         "a", (7, 5.0), [CacheEntry("a", b"p1", b"n1"), CacheEntry("a", b"p2", b"n2")], [], is_cleared=False
     )
     metadata.set_pin("prefix", "a", None)
@@ -29,8 +31,8 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert [each.name for each in again.engines()] == ["a", "b"]
     assert [each.is_draining for each in again.engines()] == [False, True]
     assert dict(again.sessions()) == {"s": "a", "t": "b"}
-    assert again.known_batches() == {"a": (7, 5.0)}
-    assert [(each.block, each.prefix) for each in again.entries("a")] == [(b"n1", b"p1"), (b"n2", b"p2")]
+    assert again.blocks.batches() == {"a": (7, 5.0)}
+    assert [(each.block, each.prefix) for each in again.blocks.all("a")] == [(b"n1", b"p1"), (b"n2", b"p2")]
     assert again.pins(6.0) == {"prefix": ("a", None)}
     assert again.quotas() == {"t": '{"weight": 2}'}
     again.close()
@@ -41,11 +43,11 @@ def test_an_engine_that_is_removed_takes_its_blocks_and_sessions_with_it(tmp_pat
     metadata = Metadata(tmp_path)
     metadata.add_engine(ENGINE)
     metadata.note_sessions({"s": "a", "t": "b"})
-    metadata.note_entries([CacheEntry(name, b"p", b"n") for name in ("a", "a#1", "ab")])
+    metadata.blocks.note([CacheEntry(name, b"p", b"n") for name in ("a", "a#1", "ab")])
     metadata.remove_engine("a")
     assert metadata.engines() == []
     assert metadata.sessions() == [("t", "b")]
-    assert [each.engine for each in metadata.entries()] == ["ab"]
+    assert [each.engine for each in metadata.blocks.all()] == ["ab"]
     metadata.close()
 
 
@@ -63,16 +65,16 @@ def test_sessions_are_bounded_and_entries_are_read_in_parts(tmp_path: Path) -> N
     metadata = Metadata(tmp_path)
     metadata.note_sessions({str(at): "a" for at in range(20)}, sessions_max=5)
     assert len(metadata.sessions()) == 5
-    metadata.note_entries([CacheEntry("a", b"p", at.to_bytes(4, "big")) for at in range(12_000)])
-    assert sum(1 for _ in metadata.entries("a")) == 12_000
-    assert metadata.find_entry("a", (5).to_bytes(4, "big")) is not None
-    assert metadata.find_entry("a", b"none") is None
+    metadata.blocks.note([CacheEntry("a", b"p", at.to_bytes(4, "big")) for at in range(12_000)])
+    assert sum(1 for _ in metadata.blocks.all("a")) == 12_000
+    assert metadata.blocks.find("a", (5).to_bytes(4, "big")) is not None
+    assert metadata.blocks.find("a", b"none") is None
     metadata.close()
 
 
 def test_a_file_of_a_later_release_or_of_something_else_is_refused(tmp_path: Path) -> None:
     metadata = Metadata(tmp_path)
-    metadata._db.execute("PRAGMA user_version = 99")
+    metadata.file._db.execute("PRAGMA user_version = 99")
     metadata.close()
     with pytest.raises(MetadataError, match="99"):
         Metadata(tmp_path)
@@ -84,7 +86,7 @@ def test_a_file_of_a_later_release_or_of_something_else_is_refused(tmp_path: Pat
 
 def test_a_file_that_somebody_has_locked_is_an_error_of_the_metadata(tmp_path: Path) -> None:
     metadata = Metadata(tmp_path)
-    metadata._db.execute("PRAGMA busy_timeout = 1")
+    metadata.file._db.execute("PRAGMA busy_timeout = 1")
     with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(MetadataError, match="locked"):

@@ -43,32 +43,32 @@ async def test_what_one_engine_says_keeps_nothing_of_others_from_the_disk(
     made: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch with the time NaN ended the writing of every engine's blocks for good."""
-    note_source = made.metadata.note_source
+    note_source = made.metadata.blocks.note_source
 
     def refuse(source: str, *arguments: Any, **options: Any) -> None:
         if source == "bad":
             raise OSError("no")
         note_source(source, *arguments, **options)
 
-    monkeypatch.setattr(made.metadata, "note_source", refuse)
+    monkeypatch.setattr(made.metadata.blocks, "note_source", refuse)
     for number in range(3):
         note(made, "bad", number, stored(number))
         note(made, "good", number, stored(number))
         made.note_session(f"session {number}", "good")
         await made.flush()
-    assert set(made.metadata.known_batches()) == {"good"}
+    assert set(made.metadata.blocks.batches()) == {"good"}
     assert dict(made.metadata.sessions()) == {f"session {number}": "good" for number in range(3)}
     assert made.failure_count == 3
     monkeypatch.undo()
     await made.flush()
-    assert set(made.metadata.known_batches()) == {"bad", "good"}
-    assert len(list(made.metadata.entries("bad"))) == 3
+    assert set(made.metadata.blocks.batches()) == {"bad", "good"}
+    assert len(list(made.metadata.blocks.all("bad"))) == 3
     await made.stop()
 
 
 async def test_what_waits_for_a_disk_is_bounded(made: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "HELD_MAX", 100)
-    monkeypatch.setattr(made.metadata, "note_source", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(made.metadata.blocks, "note_source", lambda *_, **__: 1 / 0)
     for number in range(50):
         note(made, "bad", number, Batch(1.0, (BlockRemoved(tuple(range(number * 10, number * 10 + 10))),), 0))
         await made.flush()
@@ -100,7 +100,7 @@ async def test_of_a_source_with_too_many_changes_the_file_knows_nothing(
         note(made, "bad", number, stored(number))
     assert made._changes["bad"].count <= 2
     await made.flush()
-    assert len(list(made.metadata.entries("bad"))) <= 2
+    assert len(list(made.metadata.blocks.all("bad"))) <= 2
     await made.stop()
 
 
@@ -113,15 +113,15 @@ async def test_more_ranks_of_an_engine_than_there_can_be_keep_no_start_from_goin
         made._index.add_engine(name)
         note(made, name, 0, stored(7))
     await made.flush()
-    assert len(made.metadata.known_batches()) == len(ranks)
+    assert len(made.metadata.blocks.batches()) == len(ranks)
     index = PrefixIndex()
-    again = Writing(made.metadata._file.parent, index, Sessions())
+    again = Writing(made.metadata.file.path.parent, index, Sessions())
     assert len(await again.warm("bad")) == RANKS_MAX
     monkeypatch.setattr(prefix_index, "ENGINES_MAX", RANKS_MAX)
     index.add_engine("bad")
     assert "good" not in await again.warm("good")
     await again.flush()
-    assert len(again.metadata.known_batches()) == RANKS_MAX
+    assert len(again.metadata.blocks.batches()) == RANKS_MAX
 
 
 async def test_an_engine_that_cannot_be_read_keeps_no_start_from_going_on(made: Writing) -> None:

@@ -150,8 +150,8 @@ def test_a_torn_mark_is_no_mark(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "mark").write_bytes(content)
     mark = Mark(tmp_path)
     assert mark.read() is None
-    mark.write(Identity(2**56 - 1, 10**12))
-    mark.write(Identity(7, 3))
+    mark.note(Identity(2**56 - 1, 10**12))
+    mark.note(Identity(7, 3))
     assert mark.read() == Identity(7, 3)
     mark.close()
 

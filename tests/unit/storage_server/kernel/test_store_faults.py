@@ -381,12 +381,12 @@ async def test_the_committer_outlives_what_nobody_expected(tmp_path: Path, caplo
     def fail(*_: object) -> None:
         raise MemoryError("injected")
 
-    for name in ("_dispose_dead", "_transact"):
-        kept = getattr(store.committer, name)
-        setattr(store.committer, name, fail)
+    for part, name in ((store.committer._freed, "note_durable"), (store.committer, "_transact")):
+        kept = getattr(part, name)
+        setattr(part, name, fail)
         with contextlib.suppress(ServerError):
             await asyncio.wait_for(put(store, "key", b"1"), 10)
-        setattr(store.committer, name, kept)
+        setattr(part, name, kept)
         await asyncio.wait_for(put(store, "key", name.encode()), 10)
         assert await get(store, "key") == name.encode()
     assert "injected" in caplog.text
