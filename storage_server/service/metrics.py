@@ -125,7 +125,7 @@ def agent_readings(agents: AgentTable, requests: RequestTable, engine: UcxProces
     yield metrics.AGENTS, _one(len(agents))
     yield metrics.AGENT_REGIONS, _one(agents.region_count)
     yield metrics.UCX_IN_FLIGHT, _one(0 if engine is None else engine.in_flight_count)
-    yield metrics.UCX_STARTS, _one(0 if engine is None else engine.start_count)
+    yield metrics.UCX_STARTS, _one(0 if engine is None else engine.child.start_count)
 
 
 def downlink_readings(downlinks: Downlinks) -> Iterator[Reading]:

@@ -26,7 +26,7 @@ from nixl_client.transports.ucx import NixlThread
 from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.nixl_memory import Memory
 from objectcache.adapters.nixl_metadata import agent_name
-from storage_server.delivery.transport import ucx_process
+from storage_server.delivery.transport import ucx_child, ucx_process
 from storage_server.delivery.transport.rules.ucx_commands import (
     Reply,
     decode_reply,
@@ -111,16 +111,16 @@ def test_a_process_that_is_killed_costs_what_is_in_flight_and_comes_back(local: 
         released = local.hold_from_layer(2)
         fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
         fetch.wait_layer(1, 30)
-        assert engine.pid is not None
-        before = engine.pid
+        assert engine.child.pid is not None
+        before = engine.child.pid
         os.kill(before, signal.SIGKILL)
-        assert eventually(lambda: not engine.is_running or engine.pid != before)
+        assert eventually(lambda: not engine.is_running or engine.child.pid != before)
         released.set()
         with pytest.raises(ObjectCacheError) as failed:
             fetch.wait(30)
         assert failed.value.code is ErrorCode.TARGET_UNREACHABLE
         assert fetched(local, keys, "http") == fetched(local, keys, "shm") == expected
-        assert eventually(lambda: engine.is_running and engine.pid != before)
+        assert eventually(lambda: engine.is_running and engine.child.pid != before)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
         assert buffer.tobytes() == expected
     assert eventually(lambda: engine.in_flight_count == 0)
@@ -135,15 +135,15 @@ def test_a_process_that_hangs_is_replaced(local: LocalStack, keys: list[str], mo
         buffer = np.zeros(LAYOUT.delivery_bytes(N), dtype=np.uint8)
         client.register_buffer(buffer)
         monkeypatch.setattr(ucx_process, "ANSWER_TIMEOUT_S", 0.5)
-        assert engine.pid is not None
-        before = engine.pid
+        assert engine.child.pid is not None
+        before = engine.child.pid
         os.kill(before, signal.SIGSTOP)
         fetch = client.fetch(keys, LAYOUT, buffer)
         with pytest.raises(ObjectCacheError) as failed:
             fetch.wait(60)
         assert failed.value.code is ErrorCode.TARGET_UNREACHABLE
         monkeypatch.undo()
-        assert eventually(lambda: engine.is_running and engine.pid != before)
+        assert eventually(lambda: engine.is_running and engine.child.pid != before)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
     assert buffer.tobytes() == make_chunks(N, LAYOUT)[1].tobytes()
 
@@ -239,7 +239,7 @@ def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_p
             assert fetched(local, keys) == chunks.tobytes()
         assert eventually(lambda: local.storage.dram.residency.resident_count == N)
         assert fetched(local, keys) == chunks.tobytes()
-        maps = Path(f"/proc/{local.storage.ucx.engine.pid}/maps").read_text()
+        maps = Path(f"/proc/{local.storage.ucx.engine.child.pid}/maps").read_text()
         shared = [line.split()[1] for line in maps.splitlines() if "memfd:objectcache" in line]
         assert sorted(shared) == ["r--s", "rw-s"]
 
@@ -262,9 +262,9 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
     process = UcxProcess([area], "lo", lambda: gone.append(True))
     await process.start()
     try:
-        first = process.pid
+        first = process.child.pid
         replies = iter([Reply(999_999, 5)])
-        monkeypatch.setattr(ucx_process, "decode_reply", lambda line: next(replies, None) or decode_reply(b"garbage"))
+        monkeypatch.setattr(ucx_child, "decode_reply", lambda line: next(replies, None) or decode_reply(b"garbage"))
         heard: list[object] = []
         for _ in range(2):
             process.read("nobody", [Memory(0, 10)], area.address, lambda *ended: heard.append(ended))
@@ -272,7 +272,7 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
         assert len(heard) == 2
         monkeypatch.undo()
         await until(lambda: process.is_running)
-        assert process.pid != first
+        assert process.child.pid != first
     finally:
         await process.stop()
 
@@ -302,8 +302,8 @@ async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Pat
         receiver.listen("0" * 32, lambda _: None)  # so that its thread polls, and the write ends
         assert await is_known()
         await process.remove_peer(name)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)  # so that the peer is being added for a while
+        assert process.child.pid is not None
+        os.kill(process.child.pid, signal.SIGSTOP)  # so that the peer is being added for a while
         adding = asyncio.create_task(process.add_peer(name, metadata, [memory]))
         for _ in range(3):  # the task begins, and gives the command
             await asyncio.sleep(0)
@@ -311,11 +311,11 @@ async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Pat
         adding.cancel()
         await asyncio.sleep(0)
         assert not adding.done()
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(process.child.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(adding, 60)
         assert not await is_known()
-        assert process.start_count == 1
+        assert process.child.start_count == 1
     finally:
         await process.stop()
         receiver.deregister(registration)

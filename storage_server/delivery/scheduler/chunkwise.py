@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 
 from storage_server.delivery.scheduler.flow import Flow, LinkTenant
 from storage_server.delivery.scheduler.round_robin import TenantRoundRobin
@@ -100,27 +101,109 @@ class WaitingFlows:
         return next(iter(flows)).number if flows else -math.inf
 
 
+class CappedTenants:
+    """The tenants that have used their caps, until each may send again."""
+
+    def __init__(self, meter: TenantMeter) -> None:
+        self._meter = meter
+        self._held: list[tuple[float, str, LinkTenant]] = []
+        """A heap, by the time before which each may not send."""
+        self._names: set[str] = set()
+
+    @property
+    def free_at(self) -> float:
+        """The time at which the first of them may send again; infinity where there is none."""
+        return self._held[0][0] if self._held else math.inf
+
+    def is_held(self, tenant: LinkTenant, now: float) -> bool:
+        """Whether the tenant has used its cap. If so, `freed` gives it when it may send again."""
+        free_s = self._meter.free_s(tenant)
+        if free_s <= now:
+            return False
+        if tenant.name not in self._names:
+            self._names.add(tenant.name)
+            heapq.heappush(self._held, (free_s, tenant.name, tenant))
+        return True
+
+    def freed(self, now: float) -> Iterator[LinkTenant]:
+        """Take out the tenants that may send again."""
+        while self._held and self._held[0][0] <= now:
+            tenant = heapq.heappop(self._held)[2]
+            self._names.discard(tenant.name)
+            if not self.is_held(tenant, now):
+                yield tenant
+
+
+class Channels:
+    """The requests with a channel, and how many each tenant has."""
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._flows: dict[Flow, None] = {}
+        self._counts: Counter[str] = Counter()
+        self._could_give_up: dict[str, None] = {}
+        """Tenants that hold channels and may not send, so that their channels can be given to others."""
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def __contains__(self, flow: Flow) -> bool:
+        return flow in self._flows
+
+    def __iter__(self) -> Iterator[Flow]:
+        return iter(self._flows)
+
+    @property
+    def may_serve_another(self) -> bool:
+        """Whether a request can be given a channel."""
+        return len(self._flows) < self._count_max or bool(self._could_give_up)
+
+    def count_of(self, name: str) -> int:
+        """The channels of a tenant."""
+        return self._counts[name]
+
+    def add(self, flow: Flow) -> None:
+        """Give the request a channel."""
+        self._flows[flow] = None
+        self._counts[flow.tenant.name] += 1
+
+    def remove(self, flow: Flow) -> None:
+        """Take the request's channel away."""
+        del self._flows[flow]
+        self._counts[flow.tenant.name] -= 1
+        if not self._counts[flow.tenant.name]:
+            del self._counts[flow.tenant.name]
+            self._could_give_up.pop(flow.tenant.name, None)
+
+    def note_may_send(self, name: str, *, may_send: bool) -> None:
+        """Note whether a tenant that holds channels may send now."""
+        if may_send:
+            self._could_give_up.pop(name, None)
+        else:
+            self._could_give_up[name] = None
+
+    def to_give_up(self) -> list[Flow]:
+        """Where all channels are taken: those of the first tenant that may not send, the last one first."""
+        if len(self._flows) < self._count_max:
+            return []
+        name = next(iter(self._could_give_up))
+        return [flow for flow in reversed(self._flows) if flow.tenant.name == name]
+
+
 class Chunkwise:
     """The chunk-major requests of one link."""
 
     def __init__(self, channels: int, rate_bytes_per_s: float, meter: TenantMeter) -> None:
-        self._channels_max = channels
         self._meter = meter
         self._link = SerialLink(rate_bytes_per_s, self._choose, self._note_crossed)
         self._ready = TenantRoundRobin()
-        self._channels: dict[Flow, None] = {}
+        self._channels = Channels(channels)
         self._waiting = WaitingFlows()
         self._stopped: dict[Flow, None] = {}
         """Requests without a channel because their clients do not read."""
         self._behind: dict[Flow, float] = {}
         """Requests with a channel whose transport is behind, and since when; the longest first."""
-        self._held: list[tuple[float, str, LinkTenant]] = []
-        """Capped tenants, and the time before which each may not send."""
-        self._held_names: set[str] = set()
-        self._channel_counts: Counter[str] = Counter()
-        """How many channels each tenant holds."""
-        self._could_give_up_channel: dict[str, None] = {}
-        """Tenants that hold channels and may not send, so that their channels can be given to others."""
+        self._capped = CappedTenants(meter)
 
     @property
     def active_count(self) -> int:
@@ -187,8 +270,8 @@ class Chunkwise:
         at_s = self._link.wake_at()
         if at_s == math.inf and self._ready.has_turns:
             return -math.inf
-        if at_s == math.inf and self._held:
-            at_s = self._held[0][0]
+        if at_s == math.inf:
+            at_s = self._capped.free_at
         if self._behind and len(self._waiting):
             at_s = min(at_s, next(iter(self._behind.values())) + IDLE_S)
         return at_s
@@ -196,10 +279,10 @@ class Chunkwise:
     def _choose(self, now: float) -> Flow | None:
         self._return_turns(now)
         while (flow := self._ready.next()) is not None:
-            if not self._is_held(flow.tenant, now):
+            if not self._capped.is_held(flow.tenant, now):
                 return flow
             self._ready.hold(flow)
-            self._could_give_up_channel[flow.tenant.name] = None
+            self._channels.note_may_send(flow.tenant.name, may_send=False)
             self._give_channels(now)
         return None
 
@@ -215,39 +298,32 @@ class Chunkwise:
 
     def _give_channels(self, now: float) -> None:
         self._return_turns(now)
-        while self._may_serve_another() and (tenant := self._waiting.next_tenant()) is not None:
-            if not self._is_held(tenant, now):
-                if len(self._channels) >= self._channels_max:
-                    self._let_tenant_give_up_channel(next(iter(self._could_give_up_channel)))
+        while self._channels.may_serve_another and (tenant := self._waiting.next_tenant()) is not None:
+            if not self._capped.is_held(tenant, now):
+                for flow in self._channels.to_give_up():
+                    self._give_up_channel(flow)
                 self._give_channel(self._waiting.take(tenant))
 
     def _claim(self, flow: Flow, now: float) -> None:
         """Find a channel for a waiting request. Where its tenant has none, a tenant that has several gives one up."""
         self._give_channels(now)
-        if flow not in self._waiting or self._channel_counts[flow.tenant.name] or self._is_held(flow.tenant, now):
+        count_of = self._channels.count_of
+        if flow not in self._waiting or count_of(flow.tenant.name) or self._capped.is_held(flow.tenant, now):
             return
         last = {each.tenant.name: each for each in self._channels if not self._link.carries(each)}
         some = [each for each in last.values() if each.tenant.priority <= flow.tenant.priority]
-        most = max(some, key=lambda each: self._channel_counts[each.tenant.name], default=None)
-        if most is not None and self._channel_counts[most.tenant.name] > 1:
+        most = max(some, key=lambda each: count_of(each.tenant.name), default=None)
+        if most is not None and count_of(most.tenant.name) > 1:
             self._give_up_channel(most)
             self._waiting.remove(flow)
             self._give_channel(flow)
 
     def _give_channel(self, flow: Flow) -> None:
-        self._channels[flow] = None
-        self._channel_counts[flow.tenant.name] += 1
+        self._channels.add(flow)
         self._ready.add(flow)
 
-    def _may_serve_another(self) -> bool:
-        return len(self._channels) < self._channels_max or bool(self._could_give_up_channel)
-
     def _take_channel(self, flow: Flow) -> None:
-        del self._channels[flow]
-        self._channel_counts[flow.tenant.name] -= 1
-        if not self._channel_counts[flow.tenant.name]:
-            del self._channel_counts[flow.tenant.name]
-            self._could_give_up_channel.pop(flow.tenant.name, None)
+        self._channels.remove(flow)
         self._behind.pop(flow, None)
         self._ready.remove(flow)
 
@@ -259,10 +335,6 @@ class Chunkwise:
             self._take_channel(flow)
             self._stopped[flow] = None
 
-    def _let_tenant_give_up_channel(self, name: str) -> None:
-        for flow in [flow for flow in reversed(self._channels) if flow.tenant.name == name]:
-            self._give_up_channel(flow)
-
     def _give_up_channel(self, flow: Flow) -> None:
         self._take_channel(flow)
         if flow.is_blocked:
@@ -270,22 +342,9 @@ class Chunkwise:
         else:
             self._waiting.add(flow, first=True)
 
-    def _is_held(self, tenant: LinkTenant, now: float) -> bool:
-        """Whether the tenant has used its cap. If so, it gets its turns back when it may send again."""
-        free_s = self._meter.free_s(tenant)
-        if free_s <= now:
-            return False
-        if tenant.name not in self._held_names:
-            self._held_names.add(tenant.name)
-            heapq.heappush(self._held, (free_s, tenant.name, tenant))
-        return True
-
     def _return_turns(self, now: float) -> None:
         """Give tenants their turns back whose caps allow them to send again."""
-        while self._held and self._held[0][0] <= now:
-            tenant = heapq.heappop(self._held)[2]
-            self._held_names.discard(tenant.name)
-            if not self._is_held(tenant, now):
-                self._could_give_up_channel.pop(tenant.name, None)
-                self._ready.offer(tenant.name)
-                self._waiting.offer(tenant)
+        for tenant in self._capped.freed(now):
+            self._channels.note_may_send(tenant.name, may_send=True)
+            self._ready.offer(tenant.name)
+            self._waiting.offer(tenant)

@@ -21,8 +21,9 @@ from storage_server.delivery.transport.flight import Flight
 from storage_server.delivery.transport.metadata_probe import MetadataProbe
 from storage_server.delivery.transport.one_sided import OneSided
 from storage_server.delivery.transport.ucx import UcxDestination
+from storage_server.delivery.transport.ucx_child import ucx_environment
 from storage_server.delivery.transport.ucx_memory import UcxMemory
-from storage_server.delivery.transport.ucx_process import UcxProcess, ucx_environment
+from storage_server.delivery.transport.ucx_process import UcxProcess
 from storage_server.settings import StorageSettings
 
 

@@ -13,19 +13,17 @@ import re
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.kernel.data.disk import Disk
+from storage_server.kernel.data.given_back import GivenBack
 from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.kernel.data.space import Space
-from storage_server.kernel.rules.pins import Freed, Hole, Location, PinLedger, joined
+from storage_server.kernel.rules.pins import Freed, Hole, Location, PinLedger
 from storage_server.planning.extent import Extent
 
 LOOKED_AT_ONCE = 4096
-UNDELETED_AT_ONCE = 64
 FOLDER = "extents"
 _FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -37,8 +35,7 @@ def extent_place(directory: Path, file_id: str) -> Beneath:
 
 class ExtentFiles:
     """Pins, open descriptors and deferred deletion. Space that is given back is told to `space`. Methods may be called
-    from any thread; a thread of its own deletes files and punches holes, because readers end on the event loop, and a
-    file system may take long over a large file.
+    from any thread.
     """
 
     waits = False
@@ -65,8 +62,7 @@ class ExtentFiles:
             direct_threads,
             errors_are_damage=self.errors_are_damage,
         )
-        self._giver = ThreadPoolExecutor(1, "give-back")
-        self._undeleted: list[str] = []
+        self.given_back = GivenBack(self.place, self.open, disk, self._space)
 
     def place(self, file_id: str) -> Beneath:
         """Where a file lies."""
@@ -110,7 +106,7 @@ class ExtentFiles:
         """Undo `pin`. The last call for a file carries out deletions that had to wait."""
         with self._lock:
             freed = self._noted(self._pins.unpin(list(file_ids)))
-        self._give_back(freed)
+        self.given_back.add(freed)
 
     def pin_locations(self, locations: Sequence[Location]) -> bool:
         """As `pin`, for some extents of files; other locations in the files may become holes."""
@@ -121,7 +117,7 @@ class ExtentFiles:
         """Undo `pin_locations` of the same locations."""
         with self._lock:
             freed = self._noted(self._pins.unpin_locations(locations))
-        self._give_back(freed)
+        self.given_back.add(freed)
 
     def dispose(self, file_id: str) -> None:
         """Delete a file that the index no longer names, soon or when its last reader is done."""
@@ -130,7 +126,7 @@ class ExtentFiles:
                 self._space.revive(file_id)
                 return
             self._space.doom_file(file_id)
-        self._give_back(Freed([file_id], []))
+        self.given_back.add(Freed([file_id], []))
 
     def punch(self, holes: Iterable[Hole]) -> None:
         """Give back the space of bytes that the index no longer names, soon or when their last reader is done."""
@@ -138,11 +134,7 @@ class ExtentFiles:
             free, waiting = self._pins.punch(holes)
             for file_id, _, nbytes in waiting:
                 self._space.revive(file_id, nbytes)
-        self._give_back(Freed([], free))
-
-    def settle(self) -> None:
-        """Wait until what can be given back now is given back."""
-        self._giver.submit(lambda: None).result()
+        self.given_back.add(Freed([], free))
 
     def withheld_bytes(self, extents: Sequence[Extent]) -> int:
         """How many bytes of these extents the index no longer names, and are there only as long as they are read. Reads
@@ -174,31 +166,6 @@ class ExtentFiles:
         self.open.close_idle()
         return freed
 
-    def _give_back(self, freed: Freed) -> None:
-        """Have files deleted and holes punched that nobody reads, and that no index names."""
-        if freed.files or freed.holes:
-            try:
-                self._giver.submit(partial(self._given_back, freed))
-            except RuntimeError:  # closed: the files are swept at the next start
-                return
-
-    def _given_back(self, freed: Freed) -> None:
-        again, self._undeleted = self._undeleted[:UNDELETED_AT_ONCE], self._undeleted[UNDELETED_AT_ONCE:]
-        for file_id, offset, nbytes in joined(freed.holes):
-            with contextlib.suppress(OSError):
-                if self.disk.punch(self.place(file_id), offset, nbytes):
-                    self._space.give_back(file_id, nbytes)
-                    continue
-            self._space.revive(file_id, nbytes)  # it comes back when the file is deleted
-        for file_id in (*freed.files, *again):
-            self.open.forget(file_id)
-            try:
-                self.disk.unlink(self.place(file_id))
-                self._space.forget(file_id)
-            except OSError:
-                self._space.revive(file_id)
-                self._undeleted.append(file_id)  # tried again with the next that go, or swept at the next start
-
     def count(self) -> int:
         """Files of extents in the directory."""
         return sum(1 for _ in self._stored())
@@ -228,7 +195,7 @@ class ExtentFiles:
 
     def close(self) -> None:
         """Give back what is due, and close every descriptor."""
-        self._giver.shutdown()
+        self.given_back.close()
         self.open.close()
 
 

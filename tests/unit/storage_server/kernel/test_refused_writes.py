@@ -197,7 +197,7 @@ def test_what_no_row_names_takes_no_space(
             await ending(store, nbytes)
         for _ in range(2):  # the committer gives back what a change freed before it takes the next one
             await store.change(lambda tx: None, frees=True)
-        store.files.settle()
+        store.files.given_back.settle()
         assert store.space.extent_bytes == named_bytes(store)
         assert sum(map(data_bytes, files_of(store))) <= named_bytes(store)
         assert allocated(store) <= named_bytes(store)

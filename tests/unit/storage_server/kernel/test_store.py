@@ -216,7 +216,7 @@ def test_a_hole_waits_for_the_readers_of_its_place_only(tmp_path: Path) -> None:
             return True
 
     def punched_by(files: ExtentFiles) -> list[int]:
-        files.settle()
+        files.given_back.settle()
         return punched
 
     files = ExtentFiles(tmp_path, 10, Punching())
@@ -267,7 +267,7 @@ def test_a_reader_that_ends_waits_for_no_file_system(tmp_path: Path) -> None:
     assert place.path.exists()
     assert (space.dying_bytes, space.kept_bytes) == (4096, 0), "writers may wait for it"
     may_go.set()
-    files.settle()
+    files.given_back.settle()
     assert (space.dying_bytes, space.extent_bytes) == (0, 0)
     assert not place.path.exists()
 
@@ -351,11 +351,11 @@ def test_a_file_that_could_not_be_deleted_is_tried_again(tmp_path: Path) -> None
         space.take(name, 4096)
     space.doom([(names[0], 0, 4096)])
     files.dispose(names[0])
-    files.settle()
+    files.given_back.settle()
     assert (space.dying_bytes, space.kept_bytes) == (0, 2 * 4096)
     disk.is_failing = False
     files.dispose(names[1])
-    files.settle()
+    files.given_back.settle()
     assert (space.kept_bytes, files.count()) == (0, 0)
 
 

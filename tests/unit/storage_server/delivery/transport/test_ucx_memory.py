@@ -9,7 +9,7 @@ import pytest
 
 from objectcache.adapters.memory_area import SharedArea
 from storage_server.delivery.gather.staging import StagingPool
-from storage_server.delivery.transport.ucx_process import ucx_environment
+from storage_server.delivery.transport.ucx_child import ucx_environment
 
 
 def test_a_slot_is_wiped_when_it_passes_to_another_key() -> None:
