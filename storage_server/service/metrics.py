@@ -102,12 +102,12 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)
     yield metrics.UPSTREAM_BAD_RECORDS, _one(0 if home is None else home.service.bad_record_count)
     remote = None if home is None else home.remote
-    yield metrics.REMOTE_JOINED, _one(int(remote is not None and remote.is_joined))
+    yield metrics.REMOTE_JOINED, _one(int(remote is not None and remote.store.is_joined))
     yield metrics.REMOTE_HITS, _one(0 if remote is None else remote.hit_count)
     yield metrics.REMOTE_MISSES, _one(0 if remote is None else remote.miss_count)
     yield metrics.REMOTE_READ, _one(0 if remote is None else remote.read_bytes)
     yield metrics.REMOTE_ADMITTED, _one(0 if remote is None else remote.admitted_bytes)
-    yield metrics.REMOTE_FAILED, _one(0 if remote is None else remote.failed_count)
+    yield metrics.REMOTE_FAILED, _one(0 if remote is None else remote.store.failed_count)
     former = None if home is None else home.former
     yield metrics.FORMER_HITS, _one(0 if former is None else former.hit_count)
     yield metrics.FORMER_MISSES, _one(0 if former is None else former.miss_count)

@@ -236,7 +236,7 @@ async def test_a_server_that_stops_while_it_joins_leaves_no_process(monkeypatch:
 
 
 async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage_server.home.remote_dram.remote_dram.PAUSE_S_MIN", 0.2)
+    monkeypatch.setattr("storage_server.home.remote_dram.joined_store.PAUSE_S_MIN", 0.2)
     joined: list[MooncakeProcess] = []
 
     async def join(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> MooncakeProcess:
@@ -248,10 +248,10 @@ async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch:
     remote = RemoteDram(settings(), "home", 1.0, join)
     landing = remote.landing(1 << 20)
     await remote.start()
-    await until(lambda: remote.is_usable)
+    await until(lambda: remote.store.is_usable)
     os.kill(joined[0].pid, 9)
-    await until(lambda: not remote.is_joined)
-    await until(lambda: remote.is_usable)
+    await until(lambda: not remote.store.is_joined)
+    await until(lambda: remote.store.is_usable)
     assert len(joined) == 2
     landed = landing.take("bucket", NBYTES)
     assert landed is not None

@@ -72,7 +72,7 @@ def pair(way: FaultyUpstream, played: PlayedMooncake, tmp_path: Path) -> Iterato
     settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=30.0, connect_timeout_s=30.0)
     with LocalStack(tmp_path / "a", upstream=settings) as one, LocalStack(tmp_path / "b", upstream=settings) as other:
         for each in (one, other):
-            assert eventually(lambda each=each: each.storage.upstream.remote.is_joined)  # type: ignore[misc]
+            assert eventually(lambda each=each: each.storage.upstream.remote.store.is_joined)  # type: ignore[misc]
         yield one, other
         for each in (one, other):
             assert eventually(lambda each=each: each.storage.upstream.fetches.landed_bytes == 0)  # type: ignore[misc]
@@ -171,7 +171,7 @@ def test_a_change_that_the_store_was_not_told_of_holds_after_a_restart(
     keys, chunks = stored(home, (home, home), tmp_path, 22)
     _, newer = make_chunks(N, LAYOUT, 23)
     with LocalStack(tmp_path / "a", upstream=settings) as one:
-        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
         assert fetched(one, keys, chunks)
         assert eventually(lambda: len(played.stored) == N)
         played.fails = NO_MASTER
@@ -183,7 +183,7 @@ def test_a_change_that_the_store_was_not_told_of_holds_after_a_restart(
     played.fails = 0
     assert len(played.stored) == N
     with LocalStack(tmp_path / "a", upstream=settings) as one:
-        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
         if change == "DELETE":
             with pytest.raises(ChunkUnavailable):
                 fetched(one, keys, chunks)
@@ -201,7 +201,7 @@ def test_an_overwrite_that_is_written_back_leaves_nothing_old_there(
     keys, chunks = stored(home, (home, home), tmp_path, 16)
     _, newer = make_chunks(N, LAYOUT, 17)
     with LocalStack(tmp_path / "a", upstream=settings) as one:
-        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
         assert fetched(one, keys, chunks)
         assert eventually(lambda: len(played.stored) == N)
         with one.client("chunks", "http") as client:
@@ -225,7 +225,7 @@ def test_a_change_that_a_server_has_heard_of_is_not_undone(played: PlayedMooncak
         other.client("chunks", "http") as writing,
     ):
         other.call(other.storage.objects.create_bucket(OWNER[0], "chunks"))
-        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
         writing.put_chunks(keys, list(chunks))
         assert fetched(one, keys, chunks)
         store = one.storage.store.objects

@@ -8,24 +8,20 @@ hangs, and a store that fails is left alone for a while.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any, TypeVar
 from urllib.parse import quote
 
-from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.memory_area import SharedArea
 from objectcache.adapters.threads import to_end
 from storage_server.delivery.gather.landing import Landed, Landing
 from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import Name
-from storage_server.home.remote_dram import mooncake_process
-from storage_server.home.remote_dram.mooncake_process import MooncakeClient
+from storage_server.home.remote_dram.joined_store import NOT_FOUND, NOT_READY, Connect, JoinedStore
 from storage_server.home.remote_dram.unremoved_mark import UnremovedMark
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from storage_server.home.rules.removed_chunks import RemovedChunks
 from storage_server.settings import RemoteDramSettings
 
 TURN_WAIT_S = 1.0
@@ -36,17 +32,9 @@ READ_BYTES_PER_S_MIN = 100e6
 REMOVE_WAIT_S = 6.0
 REMOVE_ATTEMPTS = 5
 REMOVE_AGAIN_S = 0.2
-CLOSE_WAIT_S = 10.0
 ADMITS_FRACTION = 0.25
 """Chunks that wait to be written there take no more than this fraction of landing memory; others are not kept."""
-PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
-"""After a failure the store is left alone for so long."""
-REMOVED_MAX = 65_536
-NOT_FOUND, NOT_READY, NO_ROOM = -704, -703, -200
-_T = TypeVar("_T")
-_log = logging.getLogger(__name__)
-
-Connect = Callable[[RemoteDramSettings, Sequence[SharedArea]], Awaitable[MooncakeClient]]
+NO_ROOM = -200
 
 
 class RemoteDram(FurtherTier):
@@ -63,35 +51,25 @@ class RemoteDram(FurtherTier):
         connect: Connect | None = None,
         mark: UnremovedMark | None = None,
     ) -> None:
-        self._settings = settings
         self._prefix = f"objectcache/{sha256(namespace.encode()).hexdigest()[:16]}"
-        self._keep_s = keep_s
-        self._connect = connect
         self._mark = mark
-        self._client: MooncakeClient | None = None
+        self._removed = RemovedChunks(keep_s)
+        self.store = JoinedStore(settings, self._areas, connect)
         self._reading, self._writing, self._removing_turn = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._is_overdue = False
         """Whether the read under way has taken too long. Until it ends no other one can begin, so none waits for it."""
         self._removing: asyncio.Task[bool] | None = None
-        self._joining: asyncio.Task[None] | None = None
         self._entries = SharedArea(2 * ENTRY_BYTES)
         """The entries of the chunk that is read, and of the one that is written."""
         self.landing_area: SharedArea | None = None
-        self._breaker = Breaker(1, PAUSE_S_MIN, PAUSE_S_MAX)
-        self._is_closing = False
         self._admits: dict[Name, object] = {}
         """Chunks that wait to be written there, each with a token. A removal takes the token away."""
         self._admitting_bytes = 0
         self._landing_bytes = 0
         self._written: tuple[Name, asyncio.Future[int]] | None = None
         """The chunk that is being written there."""
-        self._removed: OrderedDict[Name, float] = OrderedDict()
-        """When chunks were removed last (Unix seconds): remote copies that were read from home before are ignored."""
-        self._removed_before = 0.0
-        self._calls: set[asyncio.Task[Any]] = set()
         self.hit_count = 0
         self.miss_count = 0
-        self.failed_count = 0
         self.read_bytes = 0
         self.admitted_bytes = 0
 
@@ -102,42 +80,22 @@ class RemoteDram(FurtherTier):
 
     async def start(self) -> None:
         """Begin to join the store. Raises RemoteDramError where its client is not installed."""
-        if self._connect is None:
-            mooncake_process.require_client()
         if self._mark is not None:
-            self._removed_before = await asyncio.to_thread(self._mark.read, time.time())
-        self._join_again()
+            self._removed.before_s = await asyncio.to_thread(self._mark.read, time.time())
+        self.store.start()
 
     async def close(self) -> None:
-        """Leave the store. A call that hangs ends with the Mooncake process."""
-        self._is_closing = True
-        if self._joining is not None:
-            self._joining.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=CLOSE_WAIT_S)
-        if self._client is not None:
-            await self._client.close()
-        if self._calls:
-            await asyncio.wait(self._calls)
-        for area in (self._entries, self.landing_area):
-            if area is not None:
-                area.close()
+        """Leave the store."""
+        await self.store.close()
+        for area in self._areas():
+            area.close()
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether the store is there, and did not fail a moment ago."""
-        if not self.is_joined:
-            self._join_again()
-        return self.is_joined and not self._is_closing and not self._breaker.is_open(time.monotonic())
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the store was joined, and the process that did lives."""
-        return self._client is not None and self._client.is_running
+    def _areas(self) -> list[SharedArea]:
+        return [area for area in (self._entries, self.landing_area) if area is not None]
 
     def may_have(self, bucket: str, key: str) -> bool:
         """Whether the store can be asked, and no answer of it is overdue."""
-        return self.is_usable and not self._is_overdue
+        return self.store.is_usable and not self._is_overdue
 
     def found_wrong(self, bucket: str, key: str) -> None:
         """Distrust and remove a chunk whose bytes were wrong."""
@@ -155,7 +113,7 @@ class RemoteDram(FurtherTier):
             return None
         nbytes = len(landed.view)
         landed.hold()
-        call = self._call(self._get(bucket, key, landed.address, nbytes))
+        call = self.store.call(self._get(bucket, key, landed.address, nbytes))
 
         def end(_: object) -> None:
             landed.release()
@@ -166,10 +124,10 @@ class RemoteDram(FurtherTier):
         await asyncio.wait([call], timeout=READ_WAIT_S + nbytes / READ_BYTES_PER_S_MIN)
         if not call.done():
             self._is_overdue = True
-            self._failed("an answer takes too long")
+            self.store.failed("an answer takes too long")
             return None
-        entry: RemoteEntry | None = self._result(call)
-        if entry is None or not self._is_believed(entry):
+        entry: RemoteEntry | None = self.store.result(call)
+        if entry is None or not self._removed.is_believed(entry, time.time()):
             self.miss_count += 1
             return None
         self.hit_count += 1
@@ -183,32 +141,29 @@ class RemoteDram(FurtherTier):
         nbytes = len(landed.view)
         waiting_bytes = self._admitting_bytes
         has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_FRACTION * self._landing_bytes
-        if header is None or not self.is_usable or not has_room or not self._is_believed(entry):
+        is_wanted = self.store.is_usable and self._removed.is_believed(entry, time.time())
+        if header is None or not has_room or not is_wanted:
             return
         landed.hold()
         self._admitting_bytes += nbytes
         token = self._admits[name] = object()
-        call = self._call(self._put(name, token, header, landed.address, nbytes))
+        call = self.store.call(self._put(name, token, header, landed.address, nbytes))
 
         def end(_: object) -> None:
             landed.release()
             self._admitting_bytes -= nbytes
             if self._admits.get(name) is token:
                 del self._admits[name]
-            if not call.cancelled() and self._result(call):
+            if not call.cancelled() and self.store.result(call):
                 self.admitted_bytes += nbytes
 
         call.add_done_callback(end)
 
     def distrust(self, bucket: str, keys: Sequence[str]) -> None:
         """These chunks have changed: this server ignores remote copies that were read from home before now."""
-        now_s = time.time()
         for key in keys:
             self._admits.pop((bucket, key), None)
-            self._removed[bucket, key] = now_s
-            self._removed.move_to_end((bucket, key))
-        while len(self._removed) > REMOVED_MAX:
-            _, self._removed_before = self._removed.popitem(last=False)
+        self._removed.note(bucket, keys, time.time())
 
     async def remove(self, bucket: str, keys: Sequence[str]) -> None:
         """Remove these chunks, as far as the store can be reached; and distrust them, also after a restart."""
@@ -219,19 +174,19 @@ class RemoteDram(FurtherTier):
         if call is not None:
             await asyncio.wait([call], timeout=REMOVE_WAIT_S)
             if not call.done():
-                self._failed("a removal takes too long")
+                self.store.failed("a removal takes too long")
             elif not call.cancelled():
-                are_gone = self._result(call) is True
+                are_gone = self.store.result(call) is True
         if not are_gone and self._mark is not None:
             await asyncio.to_thread(self._mark.cover, time.time())
 
     def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[bool] | None:
         """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
-        is_stuck = self._removing is not None and not self._removing.done() and not self.is_usable
-        if not keys or not self.is_usable or is_stuck:
+        is_stuck = self._removing is not None and not self._removing.done() and not self.store.is_usable
+        if not keys or not self.store.is_usable or is_stuck:
             return None
         names = [(bucket, key) for key in keys]
-        self._removing = self._call(self._remove(names))
+        self._removing = self.store.call(self._remove(names))
         return self._removing
 
     async def _has_turn(self) -> bool:
@@ -244,74 +199,37 @@ class RemoteDram(FurtherTier):
             return False
         return True
 
-    def _is_believed(self, entry: RemoteEntry) -> bool:
-        removed_s = max(self._removed_before, self._removed.get((entry.bucket, entry.info.key), 0.0))
-        age_s = time.time() - entry.seen_at
-        return entry.seen_at > removed_s and (not self._keep_s or -self._keep_s < age_s < self._keep_s)
-
-    def _call(self, call: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
-
-    def _result(self, call: asyncio.Task[_T]) -> _T | None:
-        """The result of a call; None where it raised."""
-        error = call.exception()
-        if error is not None:
-            self._failed(f"Mooncake's client: {error!r}")
-            return None
-        return call.result()
-
-    def _join_again(self) -> None:
-        """Begin to join the store, unless that failed a moment ago."""
-        is_joining = self._joining is not None and not self._joining.done()
-        if not is_joining and not self._is_closing and not self._breaker.is_open(time.monotonic()):
-            self._joining = self._call(self._join())
-
-    async def _join(self) -> None:
-        assert self.landing_area is not None
-        connect = self._connect or mooncake_process.joined
-        try:
-            before, self._client = self._client, None
-            if before is not None:
-                await before.close()
-            self._client = await connect(self._settings, (self._entries, self.landing_area))
-        except Exception as error:  # whatever it is, home is there
-            self._failed(str(error))
-            return
-        self._breaker.succeeded()
-
     async def _get(self, bucket: str, key: str, address: int, nbytes: int) -> RemoteEntry | None:
         """The caller must hold `_reading`."""
-        assert self._client is not None
+        assert self.store.client is not None
         header = memoryview(self._entries.map)[:ENTRY_BYTES]
         header[:] = bytes(ENTRY_BYTES)
-        code = await self._client.get(self._key(bucket, key), [(self._entries.address, ENTRY_BYTES), (address, nbytes)])
+        code = await self.store.client.get(
+            self._key(bucket, key), [(self._entries.address, ENTRY_BYTES), (address, nbytes)]
+        )
         if code != ENTRY_BYTES + nbytes:
-            self._note(code)
+            self.store.note(code)
             return None
-        self._note(0)
+        self.store.note(0)
         entry = decode_entry(bytes(header), bucket, key)
         return entry if entry is not None and entry.info.nbytes == nbytes else None
 
     async def _put(self, name: Name, token: object, header: bytes, address: int, nbytes: int) -> bool:
         """Whether the chunk is there now."""
         async with self._writing:
-            if self._admits.get(name) is not token or not self.is_usable:
+            if self._admits.get(name) is not token or not self.store.is_usable:
                 return False
-            assert self._client is not None
+            assert self.store.client is not None
             memoryview(self._entries.map)[ENTRY_BYTES : 2 * ENTRY_BYTES] = header
             spans = [(self._entries.address + ENTRY_BYTES, ENTRY_BYTES), (address, nbytes)]
-            putting = asyncio.ensure_future(self._client.put(self._key(*name), spans))
+            putting = asyncio.ensure_future(self.store.client.put(self._key(*name), spans))
             self._written = name, putting
             try:
                 code = await to_end(putting)
             finally:
                 self._written = None
             if code != NO_ROOM:
-                self._note(code)
+                self.store.note(code)
             return code == 0
 
     async def _remove(self, names: Sequence[Name]) -> bool:
@@ -324,31 +242,16 @@ class RemoteDram(FurtherTier):
             keys = [self._key(*name) for name in names]
             are_gone = True
             for _ in range(REMOVE_ATTEMPTS):
-                if self._client is None:
+                if self.store.client is None:
                     return False
-                codes = await self._client.remove(keys)
-                self._note(min((code for code in codes if code != NOT_FOUND), default=0))
+                codes = await self.store.client.remove(keys)
+                self.store.note(min((code for code in codes if code != NOT_FOUND), default=0))
                 are_gone = are_gone and all(code >= 0 or code in (NOT_FOUND, NOT_READY) for code in codes)
                 keys = [key for key, code in zip(keys, codes, strict=True) if code == NOT_READY]
                 if not keys:
                     return are_gone
                 await asyncio.sleep(REMOVE_AGAIN_S)
             return False
-
-    def _note(self, code: int) -> None:
-        """An answer. One that comes during a pause was waited for too long, and says nothing good of the store."""
-        if code < 0 and code not in (NOT_FOUND, NOT_READY):
-            self._failed(f"Mooncake answered {code}")
-        elif not self._breaker.is_open(time.monotonic()):
-            self._breaker.succeeded()
-
-    def _failed(self, problem: str) -> None:
-        """Leave the store alone for a while."""
-        self.failed_count += 1
-        was_good = not self._breaker.failure_count
-        self._breaker.failed(time.monotonic())
-        if was_good:
-            _log.warning("remote DRAM: %s; home is asked instead", problem)
 
     def _key(self, bucket: str, key: str) -> str:
         """Mooncake's name of a chunk."""

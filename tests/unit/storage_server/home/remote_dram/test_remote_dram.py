@@ -20,11 +20,12 @@ from descriptors.objects import Attributes, ObjectInfo
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.memory_area import SharedArea
 from storage_server.delivery.gather.landing import Landed, Landing
-from storage_server.home.remote_dram import mooncake_process
+from storage_server.home.remote_dram import joined_store, mooncake_process
 from storage_server.home.remote_dram import remote_dram as module
 from storage_server.home.remote_dram.mooncake_process import RemoteDramError
 from storage_server.home.remote_dram.remote_dram import RemoteDram
 from storage_server.home.remote_dram.unremoved_mark import SPARE_S, UnremovedMark
+from storage_server.home.rules import removed_chunks
 from storage_server.home.rules.proof import make_proof
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from storage_server.planning.block_checksums import BlockChecksums
@@ -101,7 +102,7 @@ async def made(
     remote = RemoteDram(SETTINGS, namespace, keep_s, connect, mark)
     landing = remote.landing(8 << 20)
     await remote.start()
-    await until(lambda: remote.is_usable)
+    await until(lambda: remote.store.is_usable)
     yield Bed(remote, store, landing)
     await remote.close()
     assert landing.used_bytes == 0
@@ -119,7 +120,7 @@ async def test_a_chunk_that_was_kept_comes_back_with_what_home_said_of_it() -> N
         assert bytes(landed.view) == data
         landed.release()
         assert await bed.read("b" * 64) is None
-        assert (bed.remote.hit_count, bed.remote.miss_count, bed.remote.failed_count) == (1, 2, 0)
+        assert (bed.remote.hit_count, bed.remote.miss_count, bed.remote.store.failed_count) == (1, 2, 0)
 
 
 async def test_a_removed_chunk_is_gone_and_a_newer_one_takes_its_place() -> None:
@@ -144,7 +145,7 @@ async def test_a_chunk_that_waits_to_be_written_is_not_when_it_was_removed() -> 
             removing = asyncio.create_task(bed.remote.remove("bucket", [KEY, "b" * 64]))
             await settled()  # the removal waits for the first one, whose write the store holds
         await removing
-        await until(lambda: not bed.remote._calls)
+        await until(lambda: not bed.remote.store.calls)
         assert bed.store.stored == {}
 
 
@@ -174,7 +175,7 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
         bed.store.fails = NO_MASTER
         await bed.remote.remove("bucket", [KEY])
         bed.store.fails = 0
-        bed.remote._breaker.succeeded()
+        bed.remote.store._breaker.succeeded()
         assert bed.store.stored
         assert await bed.read() is None
         await bed.admitted(b"2" * NBYTES)
@@ -208,7 +209,7 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_after_a_restart(
         if harm == "no master":
             store.fails = NO_MASTER
         elif harm == "pause":
-            bed.remote._failed("played")
+            bed.remote.store.failed("played")
         await bed.remote.remove("bucket", [KEY])
         store.fails = 0
     assert store.stored
@@ -248,29 +249,29 @@ def test_a_mark_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path) 
 
 async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedClock()
-    monkeypatch.setattr(module, "time", played)
+    monkeypatch.setattr(joined_store, "time", played)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         bed.store.fails = NO_MASTER
         assert await bed.read() is None
-        assert not bed.remote.is_usable
+        assert not bed.remote.store.is_usable
         bed.store.fails = 0
-        played.now_s += module.PAUSE_S_MIN - 0.1
+        played.now_s += joined_store.PAUSE_S_MIN - 0.1
         assert await bed.read() is None
         played.now_s += 0.2
-        assert bed.remote.is_usable
+        assert bed.remote.store.is_usable
         assert await bed.read() == b"1" * NBYTES
 
 
 async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ_WAIT_S", 0.05)
-    monkeypatch.setattr(module, "time", PlayedClock())  # the pause after the failure does not end
+    monkeypatch.setattr(joined_store, "time", PlayedClock())  # the pause after the failure does not end
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         with bed.store.held():
             assert await bed.read() is None
             assert bed.landing.used_bytes > 0  # the call may still write there
-            assert not bed.remote.is_usable
+            assert not bed.remote.store.is_usable
         await until(lambda: bed.landing.used_bytes == 0)
 
 
@@ -279,13 +280,13 @@ async def test_no_chunk_waits_for_its_turn_behind_a_read_that_hangs(monkeypatch:
     monkeypatch.setattr(module, "READ_WAIT_S", 0.05)
     monkeypatch.setattr(module, "TURN_WAIT_S", 3600.0)
     clock = PlayedClock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(joined_store, "time", clock)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         with bed.store.held():
             assert await bed.read() is None
             clock.now_s += 100.0
-            assert bed.remote.is_usable
+            assert bed.remote.store.is_usable
             assert not bed.remote.may_have("bucket", KEY)
             async with asyncio.timeout(60):
                 assert await bed.read() is None
@@ -304,10 +305,10 @@ async def test_a_store_whose_process_ends_is_left_alone(monkeypatch: pytest.Monk
         monkeypatch.setattr(bed.store, "get", broken)
         monkeypatch.setattr(bed.store, "remove", broken)
         assert await bed.read() is None
-        assert not bed.remote.is_usable
-        bed.remote._breaker.succeeded()
+        assert not bed.remote.store.is_usable
+        bed.remote.store._breaker.succeeded()
         await bed.remote.remove("bucket", [KEY])
-        assert not bed.remote.is_usable
+        assert not bed.remote.store.is_usable
 
 
 async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
@@ -318,7 +319,7 @@ async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
         assert landed is not None
         assert await bed.remote.read("bucket", KEY, landed) is None
         landed.release()
-        assert bed.remote.is_usable
+        assert bed.remote.store.is_usable
         assert await bed.read() == b"1" * NBYTES
 
 
@@ -328,7 +329,7 @@ async def test_a_full_store_takes_no_more_and_is_no_failure() -> None:
         await bed.admitted(b"1" * NBYTES)
         await bed.admitted(b"2" * NBYTES, "b" * 64)
         assert len(bed.store.stored) == 1
-        assert bed.remote.is_usable
+        assert bed.remote.store.is_usable
 
 
 async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,10 +345,10 @@ async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytes
     landing = remote.landing(8 << 20)
     await remote.start()
     bed = Bed(remote, store, landing)
-    await until(lambda: remote.failed_count == 1)
+    await until(lambda: remote.store.failed_count == 1)
     assert await bed.read() is None
-    remote._breaker.succeeded()
-    await until(lambda: remote.is_usable)
+    remote.store._breaker.succeeded()
+    await until(lambda: remote.store.is_usable)
     assert len(calls) == 2
     await bed.admitted(b"1" * NBYTES)
     assert await bed.read() == b"1" * NBYTES
@@ -361,7 +362,7 @@ async def test_without_its_client_the_start_says_what_to_install(monkeypatch: py
 
 
 async def test_when_too_many_were_removed_what_is_older_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMOVED_MAX", 3)
+    monkeypatch.setattr(removed_chunks, "REMOVED_MAX", 3)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         await bed.remote.remove("other", ["1", "2", "3", "4"])
@@ -409,8 +410,8 @@ async def test_a_chunk_that_is_being_written_is_a_miss_and_its_removal_is_tried_
         assert await bed.read() is None
         await bed.remote.remove("bucket", [KEY])
         assert bed.store.stored == {}
-        assert bed.remote.is_usable
-        assert bed.remote.failed_count == 0
+        assert bed.remote.store.is_usable
+        assert bed.remote.store.failed_count == 0
 
 
 async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,14 +424,14 @@ async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monke
             await until(lambda: sum(task.done() for task in reading) >= 7)
             assert sum(task.done() for task in reading) == 7
         assert sorted(found is None for found in await asyncio.gather(*reading)) == [False] + [True] * 7
-        assert bed.remote.failed_count == 0
-        assert bed.remote.is_usable
+        assert bed.remote.store.failed_count == 0
+        assert bed.remote.store.is_usable
 
 
 async def test_nothing_waits_behind_a_removal_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with made() as bed:
         played = PlayedTime()
-        monkeypatch.setattr(module, "time", played)
+        monkeypatch.setattr(joined_store, "time", played)
         hold = asyncio.Event()
 
         async def hang(keys: Sequence[str]) -> list[int]:

@@ -1,0 +1,36 @@
+"""Which remote copies of chunks are believed: those that were read from home after the chunk was changed last. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from storage_server.home.rules.remote_entry import RemoteEntry
+
+REMOVED_MAX = 65_536
+
+
+class RemovedChunks:
+    """When chunks were removed last (Unix seconds, as all times here). Copies are kept for at most `keep_s` (0: for
+    ever).
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._removed: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self.before_s = 0.0
+        """Chunks that are not remembered may have been removed until then."""
+
+    def note(self, bucket: str, keys: Iterable[str], now_s: float) -> None:
+        """These chunks have changed."""
+        for key in keys:
+            self._removed[bucket, key] = now_s
+            self._removed.move_to_end((bucket, key))
+        while len(self._removed) > REMOVED_MAX:
+            _, self.before_s = self._removed.popitem(last=False)
+
+    def is_believed(self, entry: RemoteEntry, now_s: float) -> bool:
+        """Whether a copy is none of before a change, nor too old."""
+        removed_s = max(self.before_s, self._removed.get((entry.bucket, entry.info.key), 0.0))
+        age_s = now_s - entry.seen_at
+        return entry.seen_at > removed_s and (not self._keep_s or -self._keep_s < age_s < self._keep_s)
