@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, get_origin, get_type_hints
@@ -68,7 +68,9 @@ class CallForm(Enum):
 
 @dataclass(frozen=True)
 class PeerCall:
-    """One method of one role. `document` is the argument that travels as the body; None where there is none."""
+    """One method of one role. `document` is the argument that travels as the body; None where there is none. `bucket`
+    and `key` say where the arguments have what the call is about: (name, attribute, attribute …), empty for nothing.
+    """
 
     role: str
     method: str
@@ -77,6 +79,8 @@ class PeerCall:
     types: Mapping[str, Any]
     result_type: Any
     document: str | None
+    bucket: tuple[str, ...]
+    key: tuple[str, ...]
 
     @property
     def operation(self) -> str:
@@ -88,6 +92,10 @@ class PeerCall:
         bound = self._signature.bind(*values, **named)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+    def about(self, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        """The bucket and the key; the key is empty for a call about a bucket, both for one about all."""
+        return _found(self.bucket, arguments), _found(self.key, arguments)
 
     def encode(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         """The arguments that are values, for JSON, and the document."""
@@ -169,7 +177,27 @@ def _read_off(role: str, method: str) -> PeerCall:
     elif not inspect.iscoroutinefunction(function):
         form, result_type = CallForm.READ, ReadHead
     document = next((name for name in names if types[name] in DOCUMENTS), None)
-    return PeerCall(role, method, form, names, types, result_type, document)
+    bucket, key = (_place(named, {name: types[name] for name in names}) for named in ("bucket", "key"))
+    return PeerCall(role, method, form, names, types, result_type, document, bucket, key)
+
+
+def _place(name: str, types: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where values of these types have a text of this name: one of them, or in a field of one, at any depth."""
+    if types.get(name) is str:
+        return (name,)
+    for field, kind in types.items():
+        if isinstance(kind, type) and is_dataclass(kind) and (found := _place(name, get_type_hints(kind))):
+            return (field, *found)
+    return ()
+
+
+def _found(place: tuple[str, ...], arguments: Mapping[str, Any]) -> str:
+    if not place:
+        return ""
+    value = arguments[place[0]]
+    for name in place[1:]:
+        value = getattr(value, name)
+    return str(value)
 
 
 CALLS: Mapping[str, PeerCall] = {
@@ -180,3 +208,9 @@ CALLS: Mapping[str, PeerCall] = {
     for call in (_read_off(role, method),)
 }
 """Every call of a StorageApi by its operation."""
+
+
+def role_of(name: str, made: Callable[[PeerCall], Callable[..., Any]]) -> Any:
+    """A role of a StorageApi by its name: each of its calls is carried out by what `made` gives for it."""
+    methods = {call.method: staticmethod(made(call)) for call in CALLS.values() if call.role == name}
+    return type(f"Made{ROLES[name].__name__}", (), methods)()

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -19,7 +20,7 @@ from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
 from descriptors.objects import BodyDigests
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerSecrets, sign_call
-from descriptors.peer_calls import ARGUMENT_BYTES_MAX, CALLS, RESULT_HEADER, CallForm, PeerCall
+from descriptors.peer_calls import ARGUMENT_BYTES_MAX, CALLS, RESULT_HEADER, CallForm, PeerCall, role_of
 from descriptors.rdma_token import ObjectPath, RdmaToken, declined
 from descriptors.storage_api import (
     AgentsApi,
@@ -70,15 +71,6 @@ class StaleViewError(ServerError):
         self.took_body = False
 
 
-class RemoteRole:
-    """One role of a remote StorageApi: a method for each of its calls (`descriptors.peer_calls`)."""
-
-    def __init__(self, peer: Peer, role: str) -> None:
-        for call in CALLS.values():
-            if call.role == role:
-                setattr(self, call.method, _method(peer, call))
-
-
 class RemoteStorage:
     """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT, https://HOST:PORT or
     unix:/PATH."""
@@ -92,11 +84,12 @@ class RemoteStorage:
     ) -> None:
         """With `view_id`, calls say under which view of a cluster they are made. `tls` is for https endpoints."""
         self._peer = Peer(endpoint, secrets, view_id, tls)
-        self.objects = cast(ObjectsApi, RemoteRole(self._peer, "objects"))
-        self.uploads = cast(UploadsApi, RemoteRole(self._peer, "uploads"))
-        self.prefixes = cast(PrefixesApi, RemoteRole(self._peer, "prefixes"))
-        self.agents = cast(AgentsApi, RemoteRole(self._peer, "agents"))
-        self.status = cast(StatusApi, RemoteRole(self._peer, "status"))
+        made = partial(_method, self._peer)
+        self.objects: ObjectsApi = role_of("objects", made)
+        self.uploads: UploadsApi = role_of("uploads", made)
+        self.prefixes: PrefixesApi = role_of("prefixes", made)
+        self.agents: AgentsApi = role_of("agents", made)
+        self.status: StatusApi = role_of("status", made)
 
     async def start(self) -> None:
         """Open the connection pool."""

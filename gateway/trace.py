@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
-from descriptors.peer_calls import CALLS, CallForm
+from descriptors.peer_calls import CallForm, PeerCall, role_of
 from descriptors.storage_api import AgentsApi, Moved, ObjectsApi, PrefixesApi, StatusApi, StorageApi, UploadsApi
 from descriptors.tracing import REQUEST_ID_HEADER, Phase, ServerTiming
 from objectcache.adapters.phases import Phases
@@ -81,27 +81,17 @@ class TimedStorage:
     """
 
     def __init__(self, storage: StorageApi) -> None:
-        self.objects = cast(ObjectsApi, _TimedRole(storage.objects, "objects"))
-        self.uploads = cast(UploadsApi, _TimedRole(storage.uploads, "uploads"))
-        self.prefixes = cast(PrefixesApi, _TimedRole(storage.prefixes, "prefixes"))
-        self.agents = cast(AgentsApi, _TimedRole(storage.agents, "agents"))
-        self.status = cast(StatusApi, _TimedRole(storage.status, "status"))
+        def made(call: PeerCall) -> Callable[..., Any]:
+            def method(*values: Any, **named: Any) -> Any:
+                return getattr(getattr(storage, call.role), call.method)(*values, **named)
 
+            return method if call.form is CallForm.READ else _timed(method)
 
-class _TimedRole:
-    def __init__(self, role: object, name: str) -> None:
-        self._role = role
-        self._name = name
-
-    def __getattr__(self, method_name: str) -> Any:
-        """Made at the first call."""
-        call = CALLS.get(f"{self._name}.{method_name}")
-        if call is None:
-            raise AttributeError(method_name)
-        method = getattr(self._role, method_name)
-        made = method if call.form is CallForm.READ else _timed(method)
-        setattr(self, method_name, made)
-        return made
+        self.objects: ObjectsApi = role_of("objects", made)
+        self.uploads: UploadsApi = role_of("uploads", made)
+        self.prefixes: PrefixesApi = role_of("prefixes", made)
+        self.agents: AgentsApi = role_of("agents", made)
+        self.status: StatusApi = role_of("status", made)
 
 
 def _timed(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from descriptors.cluster import Member
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal
-from descriptors.storage_api import AgentsApi
+from gateway.cluster.asking import Told, asked_at_once
 from gateway.cluster.members import Members, nobody
-from gateway.storage_client import StaleViewError, StorageUnreachableError
+from gateway.storage_client import RemoteStorage
 
 WAIT_S = 1.0
 """A member that hangs delays a registration by this much, and gets no portions until it knows the agent."""
 UNKNOWN = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Told(Generic[_T]):
-    """The answers of members, by id: of those that carried a call out, those that refused it, and those that could
-    not be reached.
-    """
-
-    good: Mapping[str, _T]
-    refused: Mapping[str, ObjectCacheError]
-    unreached: tuple[str, ...]
 
 
 class ClusterAgents:
@@ -51,32 +38,39 @@ class ClusterAgents:
         agent_id = registration.agent_id or secrets.token_hex(16)
         tickets = registration.shm_tickets
 
-        async def ask(agents: AgentsApi, member: Member) -> AgentLease:
+        async def ask(storage: RemoteStorage, member: Member) -> AgentLease:
             own = replace(
                 registration, agent_id=agent_id, shm_ticket=tickets.get(member.id), shm_tickets={}, members=()
             )
             try:
-                return await agents.register_agent(access_key, own)
+                return await storage.agents.register_agent(access_key, own)
             except CallerError as error:
                 if error.field != "downlink_bytes_per_s":
                     raise
                 # a member of the release before knows no downlinks, and writes as fast as it can
-                return await agents.register_agent(access_key, replace(own, downlink_bytes_per_s=None))
+                return await storage.agents.register_agent(access_key, replace(own, downlink_bytes_per_s=None))
 
         asked = [member for member in self._members.view.members if not named or member.id in named]
-        told = await self._tell(ask, asked, WAIT_S)
+        told = await asked_at_once(self._members, asked, ask, WAIT_S)
         refused = {name: error for name, error in told.refused.items() if error.code is not ErrorCode.AGENT_CONFLICT}
         if refused:
             if registration.agent_id is None:
                 good = [member for member in asked if member.id in told.good]
-                await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), good, WAIT_S)
+                await asked_at_once(
+                    self._members, good, lambda storage, _: storage.agents.delete_agent(access_key, agent_id), WAIT_S
+                )
             raise next(iter(refused.values()))
         return self._lease(agent_id, told)
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
         """Renew with every member that knows the agent."""
         everybody = self._members.view.members
-        told = await self._tell(lambda agents, _: agents.renew_agent(access_key, agent_id, renewal), everybody, WAIT_S)
+        told = await asked_at_once(
+            self._members,
+            everybody,
+            lambda storage, _: storage.agents.renew_agent(access_key, agent_id, renewal),
+            WAIT_S,
+        )
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
@@ -90,7 +84,9 @@ class ClusterAgents:
         if gone:
             raise may_still_write(gone[0])
         everybody = self._members.view.members
-        told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), everybody, None)
+        told = await asked_at_once(
+            self._members, everybody, lambda storage, _: storage.agents.delete_agent(access_key, agent_id), None
+        )
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
@@ -115,41 +111,6 @@ class ClusterAgents:
         expires_at = min(lease.expires_at for lease in told.good.values())
         unknown = tuple(member_id for member_id, error in told.refused.items() if error.code in UNKNOWN)
         return AgentLease(agent_id, expires_at, tuple(told.good), unknown, told.unreached)
-
-    async def _tell(
-        self,
-        ask: Callable[[AgentsApi, Member], Coroutine[Any, Any, _T]],
-        asked: Sequence[Member],
-        wait_s: float | None,
-    ) -> Told[_T]:
-        """Ask members at once. One that takes longer than `wait_s` counts as not reached; with None, one that is not
-        there. One that knows a later view is asked again under that.
-        """
-
-        async def tell(member: Member) -> _T:
-            storage = await self._members.storage(member)
-            if wait_s is None:
-                return await self._members.watched(member, ask(storage.agents, member))
-            async with asyncio.timeout(wait_s):
-                return await ask(storage.agents, member)
-
-        async def tell_again(member: Member) -> _T:
-            return await self._members.in_latest_view(lambda: tell(member))
-
-        answers = await asyncio.gather(*map(tell_again, asked), return_exceptions=True)
-        good: dict[str, _T] = {}
-        refused: dict[str, ObjectCacheError] = {}
-        unreached: list[str] = []
-        for member, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, StorageUnreachableError | StaleViewError | TimeoutError | ConnectionError):
-                unreached.append(member.id)
-            elif isinstance(answer, ObjectCacheError):
-                refused[member.id] = answer
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                good[member.id] = answer
-        return Told(good, refused, tuple(unreached))
 
 
 def may_still_write(member_id: str) -> ServerError:

@@ -170,14 +170,17 @@ class Members:
                     limit.reschedule(asyncio.get_running_loop().time())
                     return
 
+        limit = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as limit:
+            async with limit:
                 watchdog = asyncio.create_task(watch())
                 try:
                     yield
                 finally:
                     watchdog.cancel()
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             raise StorageUnreachableError(error) from error
 
     async def in_latest_view(self, ask: Callable[[], Awaitable[_T]]) -> _T:

@@ -17,6 +17,7 @@ from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, Se
 from descriptors.placement import Indices
 from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
 from gateway.cluster.agents import UNKNOWN, may_still_write
+from gateway.cluster.asking import asked_at_once
 from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.hedging import HedgeStep
 from gateway.cluster.members import Members, nobody, stopped
@@ -238,20 +239,11 @@ async def cancel_everywhere(members: Members, access_key: str, request_id: str, 
 
 async def cancel_at(members: Members, asked: list[Member], access_key: str, request_id: str) -> None:
     """Stop a request on these servers. Raises ServerError(SlowDown) where one cannot be asked."""
-
-    async def ask(member: Member) -> None:
-        storage = await members.storage(member)
-        try:
-            await members.in_latest_view(
-                lambda: members.watched(member, storage.prefixes.cancel(access_key, request_id))
-            )
-        except StorageUnreachableError as error:
-            raise may_still_write(member.id) from error
-
-    results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    told = await asked_at_once(members, asked, lambda storage, _: storage.prefixes.cancel(access_key, request_id), None)
+    if told.unreached:
+        raise may_still_write(told.unreached[0])
+    for error in told.refused.values():
+        raise error
 
 
 async def _first_good(tasks: Sequence[asyncio.Task[DeliveryOutcome]]) -> asyncio.Task[DeliveryOutcome]:

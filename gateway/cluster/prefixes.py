@@ -26,6 +26,7 @@ from descriptors.storage_api import (
     ObjectStored,
 )
 from gateway.cluster.agents import UNKNOWN
+from gateway.cluster.asking import asked_in_turn
 from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
 from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.members import QUESTION_S_MAX, ROUNDS_MAX, Members, nobody
@@ -150,18 +151,14 @@ class ClusterPrefixes:
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id once in the cluster: the id has a keeper among the members, as keys have."""
-        await self._members.in_latest_view(lambda: self._claim_in_turn(access_key, request_id))
 
-    async def _claim_in_turn(self, access_key: str, request_id: str) -> None:
-        unreachable = self._members.unreachable
-        ordered = self._members.placement.order("", request_id)
-        for member in sorted(ordered, key=lambda member: member.name in unreachable):
-            storage = await self._members.storage(member)
-            try:
-                return await self._members.watched(member, storage.prefixes.claim(access_key, request_id))
-            except StorageUnreachableError:
-                self._members.failed(member)
-        raise nobody()
+        async def ask() -> None:
+            unreachable = self._members.unreachable
+            ordered = self._members.placement.order("", request_id)
+            ordered = sorted(ordered, key=lambda member: member.name in unreachable)
+            await asked_in_turn(self._members, ordered, lambda storage: storage.prefixes.claim(access_key, request_id))
+
+        await self._members.in_latest_view(ask)
 
     async def cancel(self, access_key: str, request_id: str, writers: tuple[str, ...] = ()) -> None:
         """Stop every portion. Raises ServerError where one of `writers` cannot be asked, which may still write."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 from descriptors import metrics
 from descriptors.chunk_names import is_chunk_key
@@ -15,13 +16,14 @@ from descriptors.cluster import Member
 from descriptors.errors import ErrorCode
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.objects import NotDeleted
-from descriptors.peer_calls import CALLS, CallForm, PeerCall
+from descriptors.peer_calls import CallForm, PeerCall, role_of
 from descriptors.status import StorageStatus
-from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, UploadsApi
+from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, StatusApi, UploadsApi
 from gateway.cluster.agents import ClusterAgents
+from gateway.cluster.asking import asked_at_once, asked_in_turn
 from gateway.cluster.members import ALIVE_S, Members, nobody
 from gateway.cluster.prefixes import ClusterPrefixes
-from gateway.storage_client import StorageUnreachableError
+from gateway.storage_client import RemoteStorage, StorageUnreachableError
 from objectcache.adapters.metrics import text_of
 
 _T = TypeVar("_T")
@@ -40,8 +42,8 @@ class ClusterStorage:
     def __init__(self, members: Members) -> None:
         self._members = members
         self.membership = members.membership
-        self.objects = cast(ObjectsApi, _Role(members, "objects", {"delete_objects": _delete_objects}))
-        self.uploads = cast(UploadsApi, _Role(members, "uploads", {}))
+        self.objects: ObjectsApi = role_of("objects", partial(_routed, members))
+        self.uploads: UploadsApi = role_of("uploads", partial(_routed, members))
         self.prefixes: PrefixesApi = ClusterPrefixes(members)
         self.agents: AgentsApi = ClusterAgents(members)
 
@@ -60,7 +62,7 @@ class ClusterStorage:
 
     async def transports(self, access_key: str) -> Transports:
         """The transports that every member offers which can be reached."""
-        found = await self._of_all("transports", access_key)
+        found = await self._of_all(lambda status: status.transports(access_key))
         names = list(found)
         members = self._members.view
         ids = {name: member.id for name in names if (member := members.member(name)) is not None}
@@ -71,7 +73,7 @@ class ClusterStorage:
 
     async def scheduler(self, access_key: str) -> SchedulerStatus:
         """The settings of the first member that answers, and the deliveries of all that answer."""
-        found = list((await self._of_all("scheduler", access_key)).values())
+        found = list((await self._of_all(lambda status: status.scheduler(access_key))).values())
         first: SchedulerStatus = found[0]
         counts = ("layerwise_active", "layerwise_waiting", "chunkwise_active", "chunkwise_waiting", "queued_bytes")
         summed = {name: sum(getattr(status, name) for status in found) for name in counts}
@@ -81,7 +83,7 @@ class ClusterStorage:
 
     async def servers(self, access_key: str) -> list[StorageStatus]:
         """Each member that can be reached, by its name."""
-        found = await self._of_all("servers", access_key)
+        found = await self._of_all(lambda status: status.servers(access_key))
         return [replace(each, name=name) for name, (each,) in sorted(found.items())]
 
     async def metrics(self, access_key: str) -> str:
@@ -94,59 +96,23 @@ class ClusterStorage:
         )
         return text_of((metric, {(): float(count)}) for metric, count in counts).decode()
 
-    async def _of_all(self, method: str, access_key: str) -> dict[str, Any]:
+    async def _of_all(self, ask: Callable[[StatusApi], Coroutine[Any, Any, _T]]) -> dict[str, _T]:
         """The answers of the members that can be reached, by name. Raises ServerError(SlowDown) where none can."""
         members = self._members.view.members
-
-        async def ask(member: Member) -> Any:
-            storage = await self._members.storage(member)
-            async with asyncio.timeout(ALIVE_S):
-                return await getattr(storage.status, method)(access_key)
-
-        answers = await asyncio.gather(*map(ask, members), return_exceptions=True)
-        good = {
-            member.name: answer
-            for member, answer in zip(members, answers, strict=True)
-            if not isinstance(answer, BaseException)
-        }
-        if not good:
+        told = await asked_at_once(self._members, members, lambda storage, _: ask(storage.status), ALIVE_S)
+        if not told.good:
             raise nobody()
-        return good
-
-
-Special = Callable[..., Awaitable[Any]]
-
-
-class _Role:
-    """One role: a method for each of its calls, which goes to the keeper of the bucket and key that it names, and where
-    that cannot be reached to the next in the key's order. `special` has the calls that are otherwise.
-    """
-
-    def __init__(self, members: Members, role: str, special: Mapping[str, Special]) -> None:
-        for call in CALLS.values():
-            if call.role == role:
-                made = special.get(call.method)
-                setattr(self, call.method, _routed(members, call) if made is None else _bound(members, call, made))
-
-
-def _bound(members: Members, call: PeerCall, special: Special) -> Callable[..., Awaitable[Any]]:
-    return lambda *values, **named: special(members, **call.bound(*values, **named))
+        return {member.name: told.good[member.id] for member in members if member.id in told.good}
 
 
 def _routed(members: Members, call: PeerCall) -> Callable[..., Any]:
-    if call.form is CallForm.READ:
-        return lambda *values, **named: _read(members, call, call.bound(*values, **named))
-    return lambda *values, **named: _ask(members, call, call.bound(*values, **named))
-
-
-def concerns(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """The bucket and key that a call is about; the key is empty for a call about a bucket, both for one about all."""
-    for name in ("request", "upload"):
-        named = arguments.get(name)
-        if named is not None:
-            named = getattr(named, "upload", named)
-            return named.bucket, getattr(named, "key", "")
-    return arguments.get("bucket", ""), arguments.get("key", "")
+    """A call goes to the keeper of the bucket and key that it is about, and where that cannot be reached to the next in
+    the key's order.
+    """
+    if call.operation == "objects.delete_objects":
+        return partial(_delete_objects, members)
+    made = _read if call.form is CallForm.READ else _ask
+    return lambda *values, **named: made(members, call, call.bound(*values, **named))
 
 
 def order(members: Members, call: PeerCall, bucket: str, key: str) -> list[Member]:
@@ -165,53 +131,36 @@ def may_ask_again(call: PeerCall, error: StorageUnreachableError) -> bool:
 
 async def _ask(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
     """A call that a member refuses, because its view is later than ours, is made again under that view."""
-    return await members.in_latest_view(lambda: _ask_in_turn(members, call, arguments))
 
+    async def ask() -> Any:
+        ordered = order(members, call, *call.about(arguments))
+        return await asked_in_turn(
+            members,
+            ordered,
+            lambda storage: _method(storage, call)(**arguments),
+            lambda error: may_ask_again(call, error),
+        )
 
-async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
-    bucket, key = concerns(arguments)
-    lost: StorageUnreachableError | None = None
-    for member in order(members, call, bucket, key):
-        storage = await members.storage(member)
-        try:
-            made = getattr(getattr(storage, call.role), call.method)(**arguments)
-            result = await members.watched(member, made)
-        except StorageUnreachableError as error:
-            members.failed(member)
-            if not may_ask_again(call, error):
-                raise
-            lost = error
-            continue
-        members.succeeded(member)
-        return result
-    raise lost or nobody()
+    return await members.in_latest_view(ask)
 
 
 @asynccontextmanager
 async def _read(members: Members, call: PeerCall, arguments: dict[str, Any]) -> AsyncIterator[ObjectRead]:
     """Once the object is open, its bytes come from that member alone."""
     async with AsyncExitStack() as opened:
-        yield await members.in_latest_view(lambda: _open_in_turn(members, call, arguments, opened))
+
+        async def open_one() -> ObjectRead:
+            ordered = order(members, call, *call.about(arguments))
+            return await asked_in_turn(
+                members, ordered, lambda storage: opened.enter_async_context(_method(storage, call)(**arguments))
+            )
+
+        yield await members.in_latest_view(open_one)
 
 
-async def _open_in_turn(
-    members: Members, call: PeerCall, arguments: dict[str, Any], opened: AsyncExitStack
-) -> ObjectRead:
-    bucket, key = concerns(arguments)
-    lost: StorageUnreachableError | None = None
-    for member in order(members, call, bucket, key):
-        storage = await members.storage(member)
-        try:
-            method = getattr(getattr(storage, call.role), call.method)
-            async with members.watching(member):
-                read: ObjectRead = await opened.enter_async_context(method(**arguments))
-        except StorageUnreachableError as error:
-            members.failed(member)
-            lost = error
-            continue
-        members.succeeded(member)
-        return read
-    raise lost or nobody()
+def _method(storage: RemoteStorage, call: PeerCall) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(getattr(storage, call.role), call.method)
+    return method
 
 
 async def _delete_objects(members: Members, access_key: str, bucket: str, keys: Sequence[str]) -> list[NotDeleted]:

@@ -8,15 +8,13 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from typing import cast
 
 from descriptors.peer_auth import PeerSecrets
-from descriptors.peer_calls import CALLS
+from descriptors.peer_calls import role_of
 from descriptors.storage_api import ObjectsApi
 from gateway.storage_client import RemoteStorage
 from objectcache.adapters.metrics import forget_process
 from storage_server.kernel.beside import StoreBeside
-from storage_server.kernel.reads import Reads
 from storage_server.settings import StorageSettings
 
 RESTART_DELAY_S = 1.0
@@ -38,7 +36,10 @@ class StorageBeside(RemoteStorage):
     def __init__(self, endpoint: str, secrets: PeerSecrets, settings: StorageSettings) -> None:
         super().__init__(endpoint, secrets)
         self._store = StoreBeside(settings.data_dir, settings.open_files_max, settings.buffer_bytes)
-        self.objects = cast(ObjectsApi, _ObjectsBeside(self._store.reads, self.objects))
+        reads, remote = self._store.reads, self.objects
+        self.objects: ObjectsApi = role_of(
+            "objects", lambda call: getattr(reads, call.method, None) or getattr(remote, call.method)
+        )
 
     async def start(self) -> None:
         await self._store.start()
@@ -58,15 +59,6 @@ def worker_storage(endpoint: str, secrets: PeerSecrets, settings: StorageSetting
         if settings.upstream is not None
         else StorageBeside(endpoint, secrets, settings)
     )
-
-
-class _ObjectsBeside:
-    """Calls that `reads` has are made there, all others at `remote`."""
-
-    def __init__(self, reads: Reads, remote: ObjectsApi) -> None:
-        for call in CALLS.values():
-            if call.role == "objects":
-                setattr(self, call.method, getattr(reads, call.method, None) or getattr(remote, call.method))
 
 
 class Workers:
