@@ -235,7 +235,9 @@ class TestAServerAsItsClientsFindIt:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
 
     def test_all_is_well(self, servers: Stack) -> None:
-        _, found = doctored_there("--endpoint", servers.url, "--bucket", "chunks")
+        s3 = servers.s3()
+        s3.create_bucket(Bucket="doctored")
+        _, found = doctored_there("--endpoint", servers.url, "--bucket", "doctored")
         assert {name: found[name]["state"] for name in ("server", "clock", "version", "key and bucket")} == {
             "server": "good",
             "clock": "good",
@@ -243,7 +245,7 @@ class TestAServerAsItsClientsFindIt:
             "key and bucket": "good",
         }
         assert re.search(r"(shm|ucx): \d+\.\d\d GB/s, first layer after", found["rate"]["found"])
-        assert servers.s3().list_objects_v2(Bucket="chunks")["KeyCount"] == 0
+        assert s3.list_objects_v2(Bucket="doctored")["KeyCount"] == 0
 
     def test_without_a_bucket_nothing_is_written(self, servers: Stack) -> None:
         _, found = doctored_there("--endpoint", servers.url)
