@@ -30,6 +30,7 @@ from descriptors.descriptor import (
 from descriptors.descriptor_codec import accept_fields, parse_accept
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.json_body import parse_body
+from descriptors.presence import Presence, leading_count, parse_presence, presence_text
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute_json import advice_fields, advice_from_fields, compute_fields, parse_compute
 from descriptors.tiers import TierRuns, parse_tiers, tier_fields
@@ -46,9 +47,9 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """The question how many of `chunk_keys`, from the first, are stored. `lease_s` > 0 asks the server to keep the
-    chunks for that many seconds, also in a bounded cache. `compute` asks for advice on loading. Chunks that are stored
-    encoded count as far as `accept` takes them. `tiers` asks where the chunks lie.
+    """The question how many of `chunk_keys`, from the first, are stored; with `each`, which of them are. `lease_s` > 0
+    asks the server to keep the chunks for that many seconds, also in a bounded cache. `compute` asks for advice on
+    loading. Chunks that are stored encoded count as far as `accept` takes them. `tiers` asks where the chunks lie.
     """
 
     chunk_keys: tuple[str, ...]
@@ -56,18 +57,21 @@ class LookupRequest:
     compute: AdviceRequest | None = None
     accept: Accept | None = None
     tiers: bool = False
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """The number of keys, from the first, that are stored without a gap; advice and tiers, if they were asked for. A
-    partial answer counts what is cached: the service behind the cache, which may have more, did not answer.
+    """The number of keys, from the first, that are stored without a gap; advice, tiers, and which keys are stored, if
+    they were asked for. A partial answer counts what is cached: the service behind the cache, which may have more, did
+    not answer.
     """
 
     matched: int
     advice: Advice | None = None
     is_partial: bool = False
     tiers: TierRuns | None = None
+    present: Presence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,7 @@ class _LookupModel(_Model):
     element: str | None = None
     max_error: float | None = None
     tiers: bool = False
+    each: bool = False
 
 
 class _RegionModel(_Model):
@@ -210,6 +215,8 @@ def parse_lookup(body: bytes) -> LookupRequest:
     for index, key in enumerate(model.chunk_keys):
         if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
+    if model.each and (model.tiers or model.compute is not None):
+        raise _refuse("each", "asks about single chunks: tiers and compute are about a prefix")
     compute = None if model.compute is None else parse_compute(model.compute, _refuse)
     if compute is not None:
         delivery_bytes = compute.layout.delivery_bytes(len(model.chunk_keys))
@@ -220,7 +227,7 @@ def parse_lookup(body: bytes) -> LookupRequest:
         accept = parse_accept(model.accept, model.element, model.max_error)
     except CallerError as error:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, error.message, field=error.field) from None
-    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept, model.tiers)
+    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept, model.tiers, model.each)
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
@@ -262,6 +269,8 @@ def lookup_body(request: LookupRequest) -> bytes:
         fields |= accept_fields(request.accept)
     if request.tiers:
         fields["tiers"] = True
+    if request.each:
+        fields["each"] = True
     return _dump(fields)
 
 
@@ -274,6 +283,8 @@ def lookup_answer_body(answer: LookupAnswer) -> bytes:
         fields["partial"] = True
     if answer.tiers is not None:
         fields["tiers"] = tier_fields(answer.tiers)
+    if answer.present is not None:
+        fields |= {"keys": len(answer.present), "present": presence_text(answer.present)}
     return json.dumps(fields).encode()
 
 
@@ -283,7 +294,18 @@ def parse_lookup_answer(body: bytes) -> LookupAnswer:
     advice, matched, tiers = fields.get("advice"), int(fields["matched"]), fields.get("tiers")
     read_advice = None if advice is None else advice_from_fields(advice)
     read_tiers = None if tiers is None else parse_tiers(tiers, matched)
-    return LookupAnswer(matched, read_advice, fields.get("partial") is True, read_tiers)
+    present = None
+    if "present" in fields:
+        present = parse_presence(fields["present"], _key_count(fields["keys"]))
+        if leading_count(present) != matched:
+            raise ValueError("matched and present do not agree")
+    return LookupAnswer(matched, read_advice, fields.get("partial") is True, read_tiers, present)
+
+
+def _key_count(count: object) -> int:
+    if type(count) is not int or not 1 <= count <= CHUNK_COUNT_MAX:
+        raise ValueError("keys is no count of keys")
+    return count
 
 
 def registration_body(request: AgentRegistration) -> bytes:

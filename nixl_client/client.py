@@ -33,6 +33,7 @@ from descriptors.headers import CLASS_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
+from descriptors.presence import Presence
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
 from descriptors.tiers import TierRuns
@@ -223,6 +224,27 @@ class Client:
         answer = self._lookup(LookupRequest(tuple(chunk_keys), lease_s, accept=accept), timeout_s)
         with understood():
             return _counted(int(answer.json()["matched"]), chunk_keys)
+
+    def present(
+        self,
+        chunk_keys: Sequence[str],
+        lease_s: float = 0.0,
+        *,
+        accept: Accept | None = None,
+        timeout_s: float | None = None,
+    ) -> Presence:
+        """For each chunk whether it is stored, as `lookup` would count it. The keys need be no prefix: one request
+        tells of chunks of several kinds. A server of an earlier release raises CallerError(InvalidArgument).
+        """
+        if not chunk_keys:
+            return ()
+        request = LookupRequest(tuple(chunk_keys), lease_s, accept=accept, each=True)
+        body = self._lookup(request, timeout_s).body
+        with understood():
+            present = parse_lookup_answer(body).present
+            if present is None or len(present) != len(chunk_keys):
+                raise ValueError("the answer does not tell of each chunk")
+        return present
 
     def tiers(
         self, chunk_keys: Sequence[str], *, accept: Accept | None = None, timeout_s: float | None = None

@@ -16,6 +16,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectC
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
 from descriptors.placement import Indices
+from descriptors.presence import leading_count
 from descriptors.rdma_token import RdmaToken, declined
 from descriptors.recompute import advise
 from descriptors.storage_api import (
@@ -31,7 +32,7 @@ from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
 from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.members import QUESTION_S_MAX, ROUNDS_MAX, Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, of_whole, tiers_of
+from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, of_whole, present_of, tiers_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
@@ -54,13 +55,18 @@ class ClusterPrefixes:
 
             def portion() -> LookupRequest:
                 own = tuple([keys[position] for position in holding.positions.tolist()])
-                return LookupRequest(own, request.lease_s, asked, tiers=request.tiers)
+                return LookupRequest(own, request.lease_s, asked, tiers=request.tiers, each=request.each)
 
             wanted = await made_of(holding, portion)
             looked_up = storage.prefixes.lookup(access_key, bucket, wanted)
             return await self._members.watched(holding.member, looked_up, call_s_max=QUESTION_S_MAX)
 
         portions, answers = await self._of_each(bucket, keys, ask)
+        if request.each:
+            present = present_of(portions, [answer.present or () for answer in answers], len(keys))
+            return LookupAnswer(
+                leading_count(present), None, any(answer.is_partial for answer in answers), None, present
+            )
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
         is_partial = matched < len(keys) and any(answer.is_partial for answer in answers)
         tiers = tiers_of(portions, [answer.tiers or () for answer in answers], matched) if request.tiers else None

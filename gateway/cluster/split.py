@@ -19,6 +19,7 @@ from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMis
 from descriptors.errors import CHUNK_CODES, ChunkUnavailable
 from descriptors.notices import Mode
 from descriptors.placement import Indices, Placement
+from descriptors.presence import Presence
 from descriptors.tiers import Tier, TierRuns, runs_of
 
 
@@ -73,6 +74,16 @@ def tiers_of(portions: Sequence[Holding], runs: Sequence[TierRuns], matched: int
             if position < matched:
                 tiers[position] = tier
     return runs_of(tiers)
+
+
+def present_of(portions: Sequence[Holding], told: Sequence[Presence], chunk_count: int) -> Presence:
+    """Which of the chunks are stored, where the members have told it of theirs. A chunk that its member tells nothing
+    of counts as missing.
+    """
+    present = np.zeros(chunk_count, dtype=bool)
+    for portion, own in zip(portions, told, strict=True):
+        present[portion.positions[: len(own)]] = own[: portion.chunk_count]
+    return tuple(present.tolist())
 
 
 def descriptor_of(

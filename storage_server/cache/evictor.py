@@ -132,20 +132,30 @@ class Evictor(Watcher):
         cannot be given now.
         """
         matched = self.evictions.departures.staying_count(bucket, keys, matched, since)
-        cache = self.caches.of(bucket)
-        if cache is None or not (matched < len(keys) or lease_s > 0):
-            return matched
-        has_lease = lease_s > 0 and matched > 0
-        if (
-            not self.news.note(AskedPrefix(bucket, keys, self._now(), matched, lease_s))
-            and has_lease
-            and cache is not self.caches.whole
-        ):
+        if matched < len(keys) or lease_s > 0:
+            self._note_asked(AskedPrefix(bucket, keys, self._now(), matched, lease_s))
+        return matched
+
+    def note_present(self, bucket: str, keys: Sequence[str], since: int, lease_s: float = 0.0) -> Sequence[int]:
+        """As in Watcher."""
+        leaving = self.evictions.departures.leaving(bucket, keys, since)
+        if lease_s > 0 and len(leaving) < len(keys):
+            gone = set(leaving)
+            staying = [key for at, key in enumerate(keys) if at not in gone] if gone else keys
+            self._note_asked(AskedPrefix(bucket, staying, self._now(), len(staying), lease_s))
+        return leaving
+
+    def _note_asked(self, asked: AskedPrefix) -> None:
+        """Raises ServerError(SlowDown) where its lease cannot be noted."""
+        cache = self.caches.of(asked.bucket)
+        if cache is None:
+            return
+        has_lease = asked.lease_s > 0 and bool(asked.matched)
+        if not self.news.note(asked) and has_lease and cache is not self.caches.whole:
             # in front of another service the chunks are there in any case
             raise ServerError(ErrorCode.SLOW_DOWN, "too many lookups wait to be noted", retryable=True)
         if has_lease:
             self.written.leases_soon()
-        return matched
 
     async def load(self) -> None:
         """Count what the caches have. Called before anything is written."""

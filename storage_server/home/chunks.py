@@ -17,9 +17,10 @@ from itertools import chain, count
 import numpy as np
 
 from descriptors.chunk_names import is_chunk, is_chunk_key
-from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
+from descriptors.presence import Presence
 from descriptors.storage_api import SERVER_KEY
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from storage_server.delivery.gather.coming import ComingExtent, hold_landed, is_whole
@@ -41,6 +42,8 @@ from storage_server.planning.rows import Rows, SourceTable
 from storage_server.planning.source import Pins, RowFailure
 
 CHECKS_MAX = 64
+ASKED_MAX = 1_024
+"""A lookup of single keys asks upstream about so many at most: each is a request there."""
 PREFETCH_WAIT_S = 30.0
 KNOWN_S = 10.0
 HOME_ANSWERS_S = 1.5
@@ -135,12 +138,7 @@ class UpstreamChunks:
         Where upstream does not answer, those are counted that are known without it.
         """
         since = self._cache.evictor.before_lookup()
-        found: list[list[Extent] | None] = []
-        async with aclosing(self.resolve(bucket, keys)) as parts:
-            async for part in parts:  # where they lie is of no interest, and takes memory
-                found += [None if extents is None else [] for extents in part]
-        for index, _ in await self._doubtful(bucket, keys, found):
-            found[index] = None
+        found = await self._in_cache(bucket, keys)
         keys = keys[: await self._sound_count(bucket, keys, found)]
         low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
@@ -149,6 +147,75 @@ class UpstreamChunks:
             absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         return low
+
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> tuple[Presence, bool]:
+        """The keys that are in the cache, or were found upstream a short while ago; upstream is asked for the others,
+        each by itself. Those that it does not answer for in time are not counted.
+        """
+        since = self._cache.evictor.before_lookup()
+        found = await self._in_cache(bucket, keys)
+        now_s = time.monotonic()
+        cached, known, unknown = list[int](), list[int](), list[int]()
+        for start, part in in_parts(keys):
+            await let_others_run(start)
+            for at, key in enumerate(part, start):
+                if found[at] is not None:
+                    cached.append(at)
+                elif not self._is_lost(bucket, key):
+                    (known if self._known.has(bucket, key, now_s) else unknown).append(at)
+        there, is_whole = await self._at_home(bucket, [keys[at] for at in unknown])
+        known += [unknown[at] for at in there]
+        await self._remember(bucket, [keys[at] for at in known])
+        leaving = self._cache.evictor.note_present(bucket, [keys[at] for at in cached], since, lease_s)
+        if lease_s > 0:  # what has left the cache meanwhile comes again
+            absent = [keys[at] for at in (*known, *(cached[at] for at in leaving))]
+            self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
+        present = np.zeros(len(keys), dtype=bool)
+        present[[*cached, *known]] = True
+        return tuple(present.tolist()), is_whole
+
+    async def _at_home(self, bucket: str, keys: Sequence[str]) -> tuple[list[int], bool]:
+        """The positions of the keys that upstream says it has, in the time of a lookup, and whether it was asked about
+        all of them.
+        """
+        if not keys or self.is_cut_off:
+            return [], not keys
+        there: list[int] = []
+        answered_count = 0
+        failures: list[ObjectCacheError] = []
+        left, asked_s = iter(enumerate(keys[:ASKED_MAX])), time.monotonic()
+
+        async def ask() -> None:
+            nonlocal answered_count
+            try:
+                for at, key in left:
+                    if await self._objects.has_object(bucket, key, asked_s):
+                        there.append(at)
+                    answered_count += 1
+            except ObjectCacheError as error:
+                failures.append(error)
+
+        try:
+            async with asyncio.timeout(HOME_ANSWERS_S):
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(CHECKS_MAX, len(keys))):
+                        tasks.create_task(ask())
+                if not there and not failures:
+                    await self._objects.require_bucket(bucket)
+        except TimeoutError as error:
+            if not answered_count:
+                self._cut_off(error)
+            return there, False
+        except ServerError as error:
+            failures.append(error)
+        for failure in failures:
+            if isinstance(failure, CallerError):
+                raise failure
+        if failures:
+            self._cut_off(failures[0])
+        return there, not failures and len(keys) <= ASKED_MAX
 
     async def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """The extents of the chunks that the cache has."""
@@ -162,6 +229,16 @@ class UpstreamChunks:
             if error.code is not ErrorCode.NO_SUCH_BUCKET:
                 raise
             yield [None] * (len(keys) - count)
+
+    async def _in_cache(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """None for each key that the cache does not surely have; where the others lie is of no interest to a lookup."""
+        found: list[list[Extent] | None] = []
+        async with aclosing(self.resolve(bucket, keys)) as parts:
+            async for part in parts:
+                found += [None if extents is None else [] for extents in part]
+        for index, _ in await self._doubtful(bucket, keys, found):
+            found[index] = None
+        return found
 
     async def _found(self, bucket: str, keys: Sequence[str], memory: Held) -> list[list[Extent] | None]:
         """The same at once, for a delivery that has room for the checksums."""
@@ -195,10 +272,13 @@ class UpstreamChunks:
                 if not low:
                     await self._objects.require_bucket(bucket)
         except (ServerError, TimeoutError) as error:
-            problem = error.message if isinstance(error, ServerError) else f"no answer in {HOME_ANSWERS_S} s"
-            _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
-            self._cut_off_until_s = time.monotonic() + CUT_OFF_S
+            self._cut_off(error)
         return low
+
+    def _cut_off(self, error: Exception) -> None:
+        problem = error.message if isinstance(error, ObjectCacheError) else f"no answer in {HOME_ANSWERS_S} s"
+        _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
+        self._cut_off_until_s = time.monotonic() + CUT_OFF_S
 
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
         """Upstream may have these no more."""

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 
 from descriptors.layout import ChunkLayout
+from descriptors.presence import Presence
 from objectcache.adapters import native
 from storage_server.kernel.data.disk import disk_error
 from storage_server.kernel.data.extents import ExtentFiles, PinSet
@@ -36,6 +37,12 @@ class EmbeddedChunks:
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """Count the leading keys that are stored; their extents are remembered for the descriptor that follows."""
         return await self._reads.prefixes.matched(bucket, keys, lease_s, reader)
+
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> tuple[Presence, bool]:
+        """Look all keys up in the index."""
+        return await self._reads.prefixes.present(bucket, keys, lease_s, reader), True
 
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """Look the chunks up in the index; damaged ones are not here."""

@@ -9,6 +9,7 @@ from itertools import chain
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, invalid
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.presence import Presence
 from descriptors.units import KIB, MIB
 from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed
@@ -208,13 +209,32 @@ class PrefixReads:
         since = self._watcher.before_lookup()
         return self._watcher.note_lookup(bucket, keys, await self._matched(bucket, keys, reader), since, lease_s)
 
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> Presence:
+        """Which of `keys` `matched` would count, each by itself."""
+        since = self._watcher.before_lookup()
+        found: list[bool] = []
+        async with aclosing(self._in_parts(bucket, keys)) as parts:
+            async for part in parts:
+                found += [
+                    self._is_there(bucket, key, extents, reader)
+                    for key, extents in zip(keys[len(found) :], part, strict=False)
+                ]
+        there = [at for at, is_there in enumerate(found) if is_there]
+        for at in self._watcher.note_present(bucket, [keys[at] for at in there], since, lease_s):
+            found[there[at]] = False
+        return tuple(found)
+
+    def _is_there(self, bucket: str, key: str, extents: list[Extent] | None, reader: Takes | None) -> bool:
+        return extents is not None and is_taken(extents, reader) and not self._damaged.has(bucket, key, extents)
+
     async def _matched(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> int:
         count = 0
         async with aclosing(self._in_parts(bucket, keys)) as parts:
             async for part in parts:
                 for extents in part:
-                    is_here = extents is not None and is_taken(extents, reader)
-                    if extents is None or not is_here or self._damaged.has(bucket, keys[count], extents):
+                    if not self._is_there(bucket, keys[count], extents, reader):
                         return count
                     count += 1
         return count

@@ -30,3 +30,9 @@ class Watcher:
         Returns how many of them will be there. Raises ServerError(SlowDown) where no lease can be given now.
         """
         return matched
+
+    def note_present(self, bucket: str, keys: Sequence[str], since: int, lease_s: float = 0.0) -> Sequence[int]:
+        """Note that these chunks, each looked up by itself, are there and are to be kept for `lease_s`. Returns the
+        positions of those that will not be there. Raises as `note_lookup` does.
+        """
+        return ()

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from descriptors.layout import ChunkLayout
+from descriptors.presence import Presence
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import Rows, SourceTable
@@ -59,6 +60,13 @@ class ChunkSource(Protocol):
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """How many of the keys, from the first, are stored without a gap and not known to be damaged. They are not
         evicted for `lease_s`, as far as the store has room for leases. Encoded chunks count if the reader takes them.
+        """
+
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> tuple[Presence, bool]:
+        """Which of the keys, each by itself, `matched` would count; and whether the home of the chunks was asked about
+        all the others.
         """
 
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:

@@ -9,6 +9,7 @@ from descriptors.descriptor import Descriptor, OnMissing, RdmaTarget, invalid, r
 from descriptors.errors import ChunkUnavailable
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
+from descriptors.presence import leading_count
 from descriptors.rdma_token import RdmaToken
 from descriptors.recompute import advise
 from descriptors.storage_api import (
@@ -56,9 +57,13 @@ class Prefixes:
         self._wrap_destination = wrap_destination
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
-        """How many chunks of the prefix are stored, and how many of them are worth loading."""
+        """How many chunks of the prefix are stored, and how many of them are worth loading; or which chunks are."""
         CALLER.set(access_key)
         reader = self._pipeline.limits.limited(access_key, taken_of(request.accept))
+        if request.each:
+            present, is_whole = await self._source.present(bucket, request.chunk_keys, request.lease_s, reader)
+            self._pipeline.meter.looked_up(len(present), sum(present))
+            return LookupAnswer(leading_count(present), None, not is_whole, present=present)
         matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
         is_partial = matched < len(request.chunk_keys) and self._source.is_cut_off

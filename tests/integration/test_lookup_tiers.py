@@ -1,4 +1,4 @@
-"""Where the chunks of a prefix lie: in memory, on the disk, or in the service behind a cache alone."""
+"""Which chunks are there, and where: in memory, on the disk, or in the service behind a cache alone."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def test_what_was_used_is_in_memory_and_the_rest_on_the_disk(local: LocalStack, 
         assert client.tiers([]) == ()
         assert client.tiers(["0" * 64]) == ()
         assert client.tiers([*keys, "0" * 64]) == ((Tier.DISK, len(keys)),)
+        assert client.present([]) == ()
+        assert client.present(["0" * 64, *keys[::-1]], 60.0) == (False, *(True for _ in keys))
         client.fetch(keys[:2], LAYOUT, client.allocate_buffer(LAYOUT.delivery_bytes(2))).wait(30)
         assert eventually(lambda: local.storage.dram.residency.resident_count == 2)
         hits = local.storage.dram.residency.hit_count
@@ -55,6 +57,7 @@ def test_the_members_of_a_cluster_tell_it_of_their_own(tmp_path: Path) -> None:
             client.put_chunks(KEYS[:4], list(CHUNKS[:4]))
         with running.client("chunks") as client:
             assert client.tiers(KEYS) == ((Tier.SERVICE, 4),)
+            assert client.present([*KEYS[::-1], "0" * 64]) == (False, True, True, True, True, False)
             client.fetch(KEYS[:4], LAYOUT, client.allocate_buffer(LAYOUT.delivery_bytes(4))).wait(30)
             assert eventually(lambda: Tier.SERVICE not in dict(client.tiers(KEYS)))
             assert sum(many for _, many in client.tiers(KEYS)) == 4

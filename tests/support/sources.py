@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Protocol
 
 from descriptors.layout import ChunkLayout
+from descriptors.presence import Presence
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.planning.forms import Takes
@@ -42,6 +43,11 @@ class SourceWrapper:
 
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self.source.matched(bucket, keys, lease_s, reader)
+
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> tuple[Presence, bool]:
+        return await self.source.present(bucket, keys, lease_s, reader)
 
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         return self.source.resolve(bucket, keys)

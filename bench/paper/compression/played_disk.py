@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from descriptors.layout import ChunkLayout
+from descriptors.presence import Presence
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
 from nixl_client.client import Client
@@ -45,6 +46,11 @@ class PlayedDisk:
 
     async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         return await self._source.matched(bucket, keys, lease_s, reader)
+
+    async def present(
+        self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None
+    ) -> tuple[Presence, bool]:
+        return await self._source.present(bucket, keys, lease_s, reader)
 
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         return self._source.resolve(bucket, keys)

@@ -7,7 +7,7 @@ promised.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from storage_server.cache.rules.entry import Name
 
@@ -40,9 +40,15 @@ class Departures:
         """How many of the first `matched` keys, which the index showed after `since`, are neither leaving nor have left
         meanwhile: those before the first that does. 0 where more batches have left since than are remembered.
         """
+        return next(self._leaving(bucket, keys[:matched], since), matched)
+
+    def leaving(self, bucket: str, keys: Sequence[str], since: int) -> list[int]:
+        """The positions of all keys that are leaving, or have left meanwhile, as `staying_count` looks at them."""
+        return list(self._leaving(bucket, keys, since))
+
+    def _leaving(self, bucket: str, keys: Sequence[str], since: int) -> Iterator[int]:
         doubtful = [names for number, names in self._batches if number > since]
         if len(doubtful) < self._begun_count - since:
-            return 0
-        if not doubtful:
-            return matched
-        return next((at for at in range(matched) if any((bucket, keys[at]) in names for names in doubtful)), matched)
+            yield from range(len(keys))
+        elif doubtful:
+            yield from (at for at, key in enumerate(keys) if any((bucket, key) in names for names in doubtful))

@@ -229,11 +229,24 @@ class ChunkSourceRules:
             await bed.put(KEYS[index], CHUNKS[index].tobytes())
         assert await bed.source.matched(BUCKET, KEYS) == CHUNK_COUNT
 
+    async def test_each_chunk_is_found_by_itself(self, stored: SourceBed) -> None:
+        keys = [*KEYS, "0" * 64]
+        every = (*(True for _ in KEYS), False)
+        assert await stored.source.present(BUCKET, keys) == (every, True)
+        await stored.delete([KEYS[0], KEYS[2]])
+        for asked in (keys, keys[::-1]):
+            expected = tuple(key in KEYS and key not in (KEYS[0], KEYS[2]) for key in asked)
+            assert await stored.source.present(BUCKET, asked, 60.0) == (expected, True)
+        with pytest.raises(CallerError) as failed:
+            await stored.source.present("unknown", KEYS)
+        assert failed.value.code is ErrorCode.NO_SUCH_BUCKET
+
     async def test_a_damaged_chunk_is_not_matched_until_it_is_written_again(self, stored: SourceBed) -> None:
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
             stored.source.note_damage(BUCKET, KEYS[2], chunks[2])
         assert await stored.source.matched(BUCKET, KEYS) == 2
         assert await stored.source.matched(BUCKET, KEYS[3:]) == CHUNK_COUNT - 3
+        assert await stored.source.present(BUCKET, KEYS) == (tuple(at != 2 for at in range(CHUNK_COUNT)), True)
         await stored.put(KEYS[2], CHUNKS[2].tobytes())
         assert await stored.source.matched(BUCKET, KEYS) == CHUNK_COUNT
 

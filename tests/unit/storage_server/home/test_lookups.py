@@ -121,3 +121,48 @@ async def test_a_refusal_of_the_home_is_the_answer() -> None:
     home.fault = CallerError(ErrorCode.ACCESS_DENIED, "not yours")
     with pytest.raises(CallerError, match="not yours"):
         await cached_before(home, 2).matched("bucket", KEYS)
+
+
+def single_lookups(home: Home, cached: int, leaving: Sequence[int] = ()) -> UpstreamChunks:
+    chunks = cached_before(home, cached)
+    cache: Any = chunks._cache
+    cache.evictor.note_present = lambda bucket, keys, since, lease_s: leaving
+    return chunks
+
+
+async def test_each_chunk_that_is_not_cached_is_asked_for_at_home_once() -> None:
+    home = Home(3)
+    chunks = single_lookups(home, 2)
+    asked = [KEYS[3], KEYS[0], KEYS[2]]
+    assert await chunks.present("bucket", asked) == ((False, True, True), True)
+    assert home.asked == 2
+    assert await chunks.present("bucket", [KEYS[2]]) == ((True,), True)  # it was found a moment ago
+    assert home.asked == 2
+
+
+async def test_a_leased_chunk_that_is_not_in_the_cache_begins_to_come() -> None:
+    chunks = single_lookups(Home(4), 2, leaving=[1])
+    fetches: Any = chunks._fetches
+    assert await chunks.present("bucket", KEYS, 60.0) == ((True,) * 4, True)
+    assert sorted(fetches.keys) == sorted(KEYS[1:])
+
+
+async def test_single_lookups_count_what_is_cached_while_the_home_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunks_module, "HOME_ANSWERS_S", 0.01)
+    home = Home(4)
+    home.hangs = True
+    chunks = single_lookups(home, 2)
+    assert await chunks.present("bucket", KEYS) == ((True, True, False, False), False)
+    assert chunks.is_cut_off
+    asked = home.asked
+    assert await chunks.present("bucket", KEYS) == ((True, True, False, False), False)
+    assert home.asked == asked
+
+
+async def test_one_lookup_asks_the_home_about_so_many_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "ASKED_MAX", 1)
+    home = Home(4)
+    assert await single_lookups(home, 2).present("bucket", KEYS) == ((True, True, True, False), False)
+    assert home.asked == 1
