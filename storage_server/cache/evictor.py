@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import ObjectCacheError
 from objectcache.adapters.long_lived import note_long_lived
 from storage_server.cache.cache_set import CacheSet
 from storage_server.cache.evictions import Evictions
@@ -88,11 +88,6 @@ class Evictor(Watcher):
             evictions, room_bytes = self.evictions, self.caches.aside_bytes_max
             self._replacements = Replacements(replacer, found, evictions.leaving, evictions.delete, room_bytes)
 
-    @property
-    def aside_bytes(self) -> int:
-        """The space of chunks that wait to be encoded."""
-        return 0 if self._replacements is None else self._replacements.nbytes
-
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
         return self.caches.bounds_of(bucket, of_part=of_part)
@@ -133,7 +128,7 @@ class Evictor(Watcher):
         """
         matched = self.evictions.departures.staying_count(bucket, keys, matched, since)
         if matched < len(keys) or lease_s > 0:
-            self._note_asked(AskedPrefix(bucket, keys, self._now(), matched, lease_s))
+            self.written.note_asked(AskedPrefix(bucket, keys, self._now(), matched, lease_s))
         return matched
 
     def note_present(self, bucket: str, keys: Sequence[str], since: int, lease_s: float = 0.0) -> Sequence[int]:
@@ -142,20 +137,8 @@ class Evictor(Watcher):
         if lease_s > 0 and len(leaving) < len(keys):
             gone = set(leaving)
             staying = [key for at, key in enumerate(keys) if at not in gone] if gone else keys
-            self._note_asked(AskedPrefix(bucket, staying, self._now(), len(staying), lease_s))
+            self.written.note_asked(AskedPrefix(bucket, staying, self._now(), len(staying), lease_s))
         return leaving
-
-    def _note_asked(self, asked: AskedPrefix) -> None:
-        """Raises ServerError(SlowDown) where its lease cannot be noted."""
-        cache = self.caches.of(asked.bucket)
-        if cache is None:
-            return
-        has_lease = asked.lease_s > 0 and bool(asked.matched)
-        if not self.news.note(asked) and has_lease and cache is not self.caches.whole:
-            # in front of another service the chunks are there in any case
-            raise ServerError(ErrorCode.SLOW_DOWN, "too many lookups wait to be noted", retryable=True)
-        if has_lease:
-            self.written.leases_soon()
 
     async def load(self) -> None:
         """Count what the caches have. Called before anything is written."""
@@ -289,7 +272,8 @@ class Evictor(Watcher):
 
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
-        caches, news, aside_bytes = self.caches, self.news, self.aside_bytes
+        caches, news = self.caches, self.news
+        aside_bytes = 0 if self._replacements is None else self._replacements.nbytes
         caches.bound_holds()
         if caches.whole is not None and self._space.extent_bytes_max is not None:
             # objects that share their bytes take less than the books say: only what they take together can be too much

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from descriptors.errors import ObjectCacheError
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.cache.cache_set import CacheSet
-from storage_server.cache.news import News
+from storage_server.cache.news import AskedPrefix, News
 from storage_server.cache.rules.books import Books
 from storage_server.cache.rules.entry import Entry, Name
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
@@ -53,6 +53,18 @@ class WrittenUses:
         self._has_leases = False
         self._written_leap_s = 0.0
         """How far the clock was ahead when leases were written down."""
+
+    def note_asked(self, asked: AskedPrefix) -> None:
+        """Note a lookup. Raises ServerError(SlowDown) where its lease cannot be noted."""
+        cache = self._caches.of(asked.bucket)
+        if cache is None:
+            return
+        has_lease = asked.lease_s > 0 and bool(asked.matched)
+        if not self._news.note(asked) and has_lease and cache is not self._caches.whole:
+            # in front of another service the chunks are there in any case
+            raise ServerError(ErrorCode.SLOW_DOWN, "too many lookups wait to be noted", retryable=True)
+        if has_lease:
+            self.leases_soon()
 
     def leases_soon(self) -> None:
         """Write leases down, with those that are given until then."""

@@ -5,8 +5,6 @@ into the cache while the delivery is under way.
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +15,7 @@ from itertools import chain, count
 import numpy as np
 
 from descriptors.chunk_names import is_chunk, is_chunk_key
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.presence import Presence
@@ -28,6 +26,7 @@ from storage_server.delivery.gather.landing import Landed
 from storage_server.delivery.gather.passing import PassingExtent
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetches import Fetches
+from storage_server.home.home_lookups import HomeLookups
 from storage_server.home.own_keys import OwnKeys
 from storage_server.home.rules.known_keys import KnownKeys
 from storage_server.home.service import HomeObjects
@@ -42,16 +41,11 @@ from storage_server.planning.rows import Rows, SourceTable
 from storage_server.planning.source import Pins, RowFailure
 
 CHECKS_MAX = 64
-ASKED_MAX = 1_024
-"""A lookup of single keys asks upstream about so many at most: each is a request there."""
 PREFETCH_WAIT_S = 30.0
 KNOWN_S = 10.0
-HOME_ANSWERS_S = 1.5
-"""A lookup asks upstream for so long, and then answers what it knows: connectors wait for 2 s."""
-CUT_OFF_S = 2.0
-"""Where upstream has not answered, later lookups do not ask it for so long."""
-_log = logging.getLogger(__name__)
 Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
+Found = Sequence[list[Extent] | None]
+"""For each key its extents in the cache, None where it has none."""
 IsLost = Callable[[str, str], bool]
 
 
@@ -78,7 +72,7 @@ class UpstreamChunks:
         self._own = own
         self._checks = asyncio.Semaphore(CHECKS_MAX)
         self._known = KnownKeys(KNOWN_S)
-        self._cut_off_until_s = -math.inf
+        self._lookups = HomeLookups(objects)
 
     @asynccontextmanager
     async def open_chunks(
@@ -139,8 +133,10 @@ class UpstreamChunks:
         """
         since = self._cache.evictor.before_lookup()
         found = await self._in_cache(bucket, keys)
-        keys = keys[: await self._sound_count(bucket, keys, found)]
-        low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
+        keys = keys[: await self._count_before(keys, found, partial(self._is_lost, bucket))]
+        now_s = time.monotonic()
+        known = await self._count_before(keys, found, lambda key: not self._known.has(bucket, key, now_s))
+        low = await self._lookups.count(bucket, keys, known)
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
         staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
         if lease_s > 0:  # what has left the cache meanwhile comes again
@@ -165,7 +161,7 @@ class UpstreamChunks:
                     cached.append(at)
                 elif not self._is_lost(bucket, key):
                     (known if self._known.has(bucket, key, now_s) else unknown).append(at)
-        there, is_whole = await self._at_home(bucket, [keys[at] for at in unknown])
+        there, is_whole = await self._lookups.each(bucket, [keys[at] for at in unknown])
         known += [unknown[at] for at in there]
         await self._remember(bucket, [keys[at] for at in known])
         leaving = self._cache.evictor.note_present(bucket, [keys[at] for at in cached], since, lease_s)
@@ -175,47 +171,6 @@ class UpstreamChunks:
         present = np.zeros(len(keys), dtype=bool)
         present[[*cached, *known]] = True
         return tuple(present.tolist()), is_whole
-
-    async def _at_home(self, bucket: str, keys: Sequence[str]) -> tuple[list[int], bool]:
-        """The positions of the keys that upstream says it has, in the time of a lookup, and whether it was asked about
-        all of them.
-        """
-        if not keys or self.is_cut_off:
-            return [], not keys
-        there: list[int] = []
-        answered_count = 0
-        failures: list[ObjectCacheError] = []
-        left, asked_s = iter(enumerate(keys[:ASKED_MAX])), time.monotonic()
-
-        async def ask() -> None:
-            nonlocal answered_count
-            try:
-                for at, key in left:
-                    if await self._objects.has_object(bucket, key, asked_s):
-                        there.append(at)
-                    answered_count += 1
-            except ObjectCacheError as error:
-                failures.append(error)
-
-        try:
-            async with asyncio.timeout(HOME_ANSWERS_S):
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(CHECKS_MAX, len(keys))):
-                        tasks.create_task(ask())
-                if not there and not failures:
-                    await self._objects.require_bucket(bucket)
-        except TimeoutError as error:
-            if not answered_count:
-                self._cut_off(error)
-            return there, False
-        except ServerError as error:
-            failures.append(error)
-        for failure in failures:
-            if isinstance(failure, CallerError):
-                raise failure
-        if failures:
-            self._cut_off(failures[0])
-        return there, not failures and len(keys) <= ASKED_MAX
 
     async def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         """The extents of the chunks that the cache has."""
@@ -253,52 +208,18 @@ class UpstreamChunks:
     @property
     def is_cut_off(self) -> bool:
         """Whether upstream has not answered a lookup of late."""
-        return time.monotonic() < self._cut_off_until_s
-
-    async def _home_count(self, bucket: str, keys: Sequence[str], known: int) -> int:
-        """How many leading keys there are, where the first `known` are; so many of them as upstream answers for."""
-        low, high, step, is_bounded = known, len(keys), 1, False
-        asked_s = time.monotonic()
-        if known == len(keys) or self.is_cut_off:
-            return known
-        try:
-            async with asyncio.timeout(HOME_ANSWERS_S):
-                while low < high:
-                    index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
-                    if await self._objects.has_object(bucket, keys[index], asked_s):
-                        low, step = index + 1, step * 2
-                    else:
-                        high, is_bounded = index, True
-                if not low:
-                    await self._objects.require_bucket(bucket)
-        except (ServerError, TimeoutError) as error:
-            self._cut_off(error)
-        return low
-
-    def _cut_off(self, error: Exception) -> None:
-        problem = error.message if isinstance(error, ObjectCacheError) else f"no answer in {HOME_ANSWERS_S} s"
-        _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
-        self._cut_off_until_s = time.monotonic() + CUT_OFF_S
+        return self._lookups.is_cut_off
 
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
         """Upstream may have these no more."""
         self._known.forget(bucket, keys)
 
-    async def _sound_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
-        """How many keys stand before the first one that is lost."""
+    async def _count_before(self, keys: Sequence[str], found: Found, ends: Callable[[str], bool]) -> int:
+        """How many keys stand before the first one that is not in the cache and `ends` them."""
         for start, part in in_parts(keys):
             await let_others_run(start)
             for index, key in enumerate(part, start):
-                if found[index] is None and self._is_lost(bucket, key):
-                    return index
-        return len(keys)
-
-    async def _known_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
-        now_s = time.monotonic()
-        for start, part in in_parts(keys):
-            await let_others_run(start)
-            for index, key in enumerate(part, start):
-                if found[index] is None and not self._known.has(bucket, key, now_s):
+                if found[index] is None and ends(key):
                     return index
         return len(keys)
 

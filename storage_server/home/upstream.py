@@ -57,7 +57,7 @@ from storage_server.home.key_locks import KeyLocks
 from storage_server.home.own_keys import OwnKeys
 from storage_server.home.passing_body import CountedBody, EndedBody, RatedBody
 from storage_server.home.remote_dram.remote_dram import RemoteDram
-from storage_server.home.remote_dram.unremoved_mark import UnremovedMark
+from storage_server.home.remote_dram.removed_file import RemovedFile
 from storage_server.home.revalidation import PASSES, Revalidation
 from storage_server.home.rules.merged_list import dirty_after, merged
 from storage_server.home.rules.proof import make_proof
@@ -85,8 +85,8 @@ def further_tiers(
     there = settings.remote_dram
     if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
         keep_s = settings.chunk_revalidate_s / PASSES
-        mark = UnremovedMark(Beneath(data_dir, "remote-dram-unremoved"))
-        tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s, mark=mark))
+        file = RemovedFile(Beneath(data_dir, "remote-dram-removed"))
+        tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s, file=file))
     if own is not None and copies is not None:
         tiers.append(FormerKeepers(objects, own.former_keeper, copies))
     return tiers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -84,24 +85,32 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Look up, in one request for each rank and group; what is found is leased, which ends by itself. Where the
-        options say what computing costs, only what is worth loading counts as found.
+        """Look up, in one request; what is found is leased, which ends by itself. Where the options say what computing
+        costs, each rank and group is asked about as a prefix, and only what is worth loading counts as found.
         """
         layouts = {group: _layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
         sizes = {group: _nbytes(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
 
         def work() -> Bitmap:
             found = Bitmap(len(keys))
-            hits: list[ObjectKey] = []
-            prefixes = _by_prefix(keys, [layouts.get(key.object_group_id) for key in keys]).values()
-            shard_bytes = [sizes[keys[names[0][0]].object_group_id] for names in prefixes]
-            chunk = joint_size(self._options.chunk_tokens, shard_bytes)
-            for names in prefixes:
-                for index, _ in names[: self.store.lookup([name for _, name in names], chunk)]:
-                    found.set(index)
-                    hits.append(keys[index])
+            named = _by_prefix(keys, [layouts.get(key.object_group_id) or self._last_layout(key) for key in keys])
+            prefixes = list(named.values())
+            if self._options.prefill is None:
+                asked = [each for names in prefixes for each in names]
+                present = self.store.present([name for _, name in asked])
+                hits = [index for (index, _), is_there in zip(asked, present, strict=True) if is_there]
+            else:
+                shard_bytes = [sizes[keys[names[0][0]].object_group_id] for names in prefixes]
+                chunk = joint_size(self._options.chunk_tokens, shard_bytes)
+                hits = [
+                    index
+                    for names in prefixes
+                    for index, _ in names[: self.store.lookup([name for _, name in names], chunk)]
+                ]
+            for index in hits:
+                found.set(index)
             if hits:
-                self._notify_keys_accessed(hits)
+                self._notify_keys_accessed([keys[index] for index in hits])
             return found
 
         return self._start(self._lookers, work, self._lookups, len(keys))
@@ -114,21 +123,28 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         """Nothing: leases end by themselves."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Load, in one request for each rank and group, the chunks of each prefix before the first that cannot be
+        """Load, in one request for all chunks of one kind, those of each prefix before the first that cannot be
         loaded.
         """
 
         def work() -> Bitmap:
             loaded = Bitmap(len(keys))
-            for names in _by_prefix(keys, [_layout(each.get_shapes(), each.get_dtypes()) for each in objects]).values():
-                targets = [_bytes(objects[index]) for index, _ in names]
+            of_kinds = defaultdict[tuple[int, ChunkKind | None], list[tuple[str, int, str]]](list)
+            for prefix, names in _by_prefix(keys, [_layout_of(each) for each in objects]).items():
                 first = objects[names[0][0]]
-                kind = ChunkKind.of(first.get_shapes(), first.get_dtypes(), first.get_memory_format())
-                result = self.store.load([name for _, name in names], targets, kind)
-                if result.unusable is not None:
+                kind = ChunkKind.of(*_shapes_of(first), first.get_memory_format())
+                of_kinds[first.get_size(), kind] += [(prefix, index, name) for index, name in names]
+            for (_, kind), left in of_kinds.items():
+                while left:
+                    targets = [_bytes(objects[index]) for _, index, _ in left]
+                    result = self.store.load([name for _, _, name in left], targets, kind)
+                    for _, index, _ in left[: result.chunk_count]:
+                        loaded.set(index)
+                    if result.unusable is None:
+                        break
                     self.store.discard(result.unusable)
-                for index, _ in names[: result.chunk_count]:
-                    loaded.set(index)
+                    prefix = left[result.chunk_count][0]
+                    left = [each for each in left[result.chunk_count + 1 :] if each[0] != prefix]
             return loaded
 
         return self._start(self._loaders, work, self._loads, len(keys))
@@ -158,18 +174,26 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
             ended.close()
 
     def _put(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        layouts = [_layout(each.get_shapes(), each.get_dtypes()) for each in objects]
+        layouts = [_layout_of(each) for each in objects]
         for key, layout, each in zip(keys, layouts, objects, strict=True):
-            self._layouts.setdefault(_shard(key), {})[layout] = each.get_size()
+            known = self._layouts.setdefault(_shard(key), {})
+            known.pop(layout, None)
+            known[layout] = each.get_size()
+        alike = defaultdict[tuple[tuple[str, str], ...], list[tuple[int, str]]](list)
         for names in _by_prefix(keys, layouts).values():
             first = names[0][0]
-            metadata = _space(keys[first], layouts[first]).metadata()
+            alike[tuple(_space(keys[first], layouts[first]).metadata().items())] += names
+        for metadata, names in alike.items():
             chunks = [_bytes(objects[index]) for index, _ in names]
-            if not self.store.put([name for _, name in names], chunks, metadata):
+            if not self.store.put([name for _, name in names], chunks, dict(metadata)):
                 return L2StoreResult(False, 0)
         sizes = [each.get_size() for each in objects]
         self._notify_keys_stored(keys, sizes)
         return L2StoreResult(True, sum(sizes))
+
+    def _last_layout(self, key: ObjectKey) -> str | None:
+        """The layout of what this process stored last for the key's rank and group: a caller may not know it."""
+        return next(reversed(self._layouts.get(_shard(key), {})), None)
 
     def _task(self) -> int:
         with self._lock:
@@ -231,7 +255,20 @@ def _shard(key: ObjectKey) -> _Shard:
 
 
 def _layout(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
-    return f"{[tuple(shape) for shape in shapes]} {[str(dtype) for dtype in dtypes]}"
+    """Empty where nothing is said."""
+    return "" if not shapes else f"{[tuple(shape) for shape in shapes]} {[str(dtype) for dtype in dtypes]}"
+
+
+def _shapes_of(chunk: MemoryObj) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Its shapes and dtypes, one for each group of layers; a chunk without groups has one."""
+    metadata = chunk.metadata
+    if metadata.shapes is None or metadata.dtypes is None:
+        return [chunk.get_shape()], [chunk.get_dtype()]
+    return metadata.shapes, metadata.dtypes
+
+
+def _layout_of(chunk: MemoryObj) -> str:
+    return _layout(*_shapes_of(chunk))
 
 
 def _nbytes(shapes: Sequence[Any], dtypes: Sequence[Any]) -> int:

@@ -154,6 +154,18 @@ class ChunkStore:
         )
         return worth
 
+    def present(self, keys: Sequence[str]) -> Sequence[bool]:
+        """For each chunk whether it is stored. Those that are, are kept from eviction for the time of the lease."""
+        found: list[bool] = []
+        if keys and not self._is_resting():
+            try:
+                for first in range(0, len(keys), CHUNK_COUNT_MAX):
+                    found += self._lookups.present(keys[first : first + CHUNK_COUNT_MAX], self._options.lease_s)
+            except FAILURES as error:
+                self._fail("lookup", error)
+            self.counters.add(lookups=1, looked_up_chunks=len(keys), matched_chunks=sum(found))
+        return found + [False] * (len(keys) - len(found))
+
     def load(self, keys: Sequence[str], targets: Sequence[memoryview], kind: ChunkKind | None = None) -> Loaded:
         """Load the chunks of these keys into `targets`, which are all of one size. With their `kind` they may come
         encoded, if the options accept that.
@@ -173,19 +185,27 @@ class ChunkStore:
         return Loaded(count, unusable)
 
     def put(self, keys: Sequence[str], chunks: Sequence[memoryview], metadata: Mapping[str, str] | None = None) -> bool:
-        """Store what is missing of a prefix; whether all of it is stored. After a failure no further chunk is begun."""
+        """Store those that are missing; whether all are stored. After a failure no further chunk is begun."""
         if self._store_breaker.is_open(time.monotonic()):
             return False
         try:
-            stored = self._stores.lookup(keys)
-            content_class = self._options.content_class
-            self._stores.put_chunks(keys[stored:], chunks[stored:], content_class=content_class, metadata=metadata)
+            present = self._stores.present(keys)
+            missing = [at for at, is_there in enumerate(present) if not is_there]
+            self._stores.put_chunks(
+                [keys[at] for at in missing],
+                [chunks[at] for at in missing],
+                content_class=self._options.content_class,
+                metadata=metadata,
+            )
         except FAILURES as error:
             self._fail("store", error, self._store_breaker)
             self.counters.add(store_failures=1)
             return False
-        nbytes = sum(chunk.nbytes for chunk in chunks[stored:])
-        self.counters.add(stored_chunks=len(keys) - stored, stored_bytes=nbytes, stored_already_chunks=stored)
+        self.counters.add(
+            stored_chunks=len(missing),
+            stored_bytes=sum(chunks[at].nbytes for at in missing),
+            stored_already_chunks=len(keys) - len(missing),
+        )
         return True
 
     def put_partial(self, key: str, chunk: memoryview, tokens: int) -> bool:

@@ -153,7 +153,7 @@ class Books:
             formers.append(Former(name, entry.nbytes, entry.used_at, entry.use_count, parent, entry.is_shared))
             if entry.is_held:
                 held.append((name, entry))
-            self._births.note_former(name, entry.modified_at)
+            self._births.note(name, entry.modified_at)
         self._policy.restore(formers, now)
         for name, entry in held:
             self._entries[name] = entry._replace(pinned_until=None, leased_until=None, is_dirty=False)
@@ -187,15 +187,18 @@ class Books:
 
     def _expire(self, now: float) -> None:
         """Have those leave whose time has come."""
-        for name, born in self._births.due(now).items():
+        held: list[Name] = []
+        for name in self._births.due(now):
             entry = self._entries.get(name)
-            if entry is None or (born is not None and entry.modified_at != born):
+            if entry is None:
                 continue
             if entry.is_held:
-                self._births.note(name, now)  # looked at again after as long a time
+                held.append(name)
             else:
                 self.remove(name)
                 self._to_leave(name, entry)
+        for name in held:  # looked at again after as long a time
+            self._births.note(name, now)
 
     def takes_back(self, victim: Victim) -> bool:
         """Whether a victim of an earlier `leaving`, which is still there, stays: somebody has leased it since, or the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
@@ -49,38 +48,27 @@ class Births:
 
     def __init__(self, ttl_s: float | None) -> None:
         self._ttl_s = ttl_s
-        self._births: OrderedDict[Name, float] = OrderedDict()
-        """The oldest first."""
-        self._former: list[tuple[float, Name]] = []
-        """A heap of those of before a restart. Some have left."""
+        self._births: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []
+        """Those births, and some of objects that have left, or have others by now."""
 
     def note(self, name: Name, born: float) -> None:
-        """An object has come, behind all that have come before."""
-        if self._ttl_s is not None:
-            self._births[name] = born
-            self._births.move_to_end(name)
-
-    def note_former(self, name: Name, born: float) -> None:
-        """An object of before a restart, in any order."""
-        if self._ttl_s is not None:
-            heappush(self._former, (born, name))
-
-    def due(self, now: float) -> dict[Name, float | None]:
-        """The objects that are too old, those of before a restart with their births, of which some have left. The
-        others stay until they are forgotten, or noted again.
-        """
-        due: dict[Name, float | None] = {}
+        """An object has come, or has come back, in any order of births."""
         if self._ttl_s is None:
-            return due
-        while self._former and self._former[0][0] + self._ttl_s <= now:
-            born, name = heappop(self._former)
-            if name not in self._births:
-                due[name] = born
-        for name, born in self._births.items():
-            if born + self._ttl_s > now:
-                break
-            due[name] = None
-        return due
+            return
+        self._births[name] = born
+        heappush(self._heap, (born, name))
+        if len(self._heap) > 2 * len(self._births) + ENDS_SPARE:
+            self._heap = [(born, name) for name, born in self._births.items()]
+            heapify(self._heap)
+
+    def due(self, now: float) -> Iterator[Name]:
+        """The objects that are too old, which are forgotten here one by one."""
+        while self._ttl_s is not None and self._heap and self._heap[0][0] + self._ttl_s <= now:
+            born, name = heappop(self._heap)
+            if self._births.get(name) == born:
+                del self._births[name]
+                yield name
 
     def forget(self, name: Name) -> None:
         """An object is not in the cache any more."""

@@ -19,7 +19,7 @@ from storage_server.delivery.gather.landing import Landed, Landing
 from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import Name
 from storage_server.home.remote_dram.joined_store import NOT_FOUND, NOT_READY, Connect, JoinedStore
-from storage_server.home.remote_dram.unremoved_mark import UnremovedMark
+from storage_server.home.remote_dram.removed_file import RemovedFile
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from storage_server.home.rules.removed_chunks import RemovedChunks
 from storage_server.settings import RemoteDramSettings
@@ -39,8 +39,7 @@ NO_ROOM = -200
 
 class RemoteDram(FurtherTier):
     """The chunks of one home, which `namespace` names, as others keep them for at most `keep_s` (0: for ever). With
-    `mark` a restart knows of chunks that could not be removed. Used on one event loop. `start` before use, `close`
-    after.
+    `file` a restart knows of chunks that were removed. Used on one event loop. `start` before use, `close` after.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class RemoteDram(FurtherTier):
         namespace: str,
         keep_s: float,
         connect: Connect | None = None,
-        mark: UnremovedMark | None = None,
+        file: RemovedFile | None = None,
     ) -> None:
         self._prefix = f"objectcache/{sha256(namespace.encode()).hexdigest()[:16]}"
-        self._mark = mark
+        self._file = file
         self._removed = RemovedChunks(keep_s)
         self.store = JoinedStore(settings, self._areas, connect)
         self._reading, self._writing, self._removing_turn = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._is_overdue = False
         """Whether the read under way has taken too long. Until it ends no other one can begin, so none waits for it."""
-        self._removing: asyncio.Task[bool] | None = None
+        self._removing: asyncio.Task[None] | None = None
         self._entries = SharedArea(2 * ENTRY_BYTES)
         """The entries of the chunk that is read, and of the one that is written."""
         self.landing_area: SharedArea | None = None
@@ -80,13 +79,15 @@ class RemoteDram(FurtherTier):
 
     async def start(self) -> None:
         """Begin to join the store. Raises RemoteDramError where its client is not installed."""
-        if self._mark is not None:
-            self._removed.before_s = await asyncio.to_thread(self._mark.read, time.time())
+        if self._file is not None:
+            await asyncio.to_thread(self._file.take, self._removed, time.time())
         self.store.start()
 
     async def close(self) -> None:
         """Leave the store."""
         await self.store.close()
+        if self._file is not None:
+            await asyncio.to_thread(self._file.keep, self._removed, time.time())
         for area in self._areas():
             area.close()
 
@@ -170,17 +171,15 @@ class RemoteDram(FurtherTier):
         if not keys:
             return
         self.distrust(bucket, keys)
-        call, are_gone = self.begin_removal(bucket, keys), False
+        call = self.begin_removal(bucket, keys)
         if call is not None:
             await asyncio.wait([call], timeout=REMOVE_WAIT_S)
             if not call.done():
                 self.store.failed("a removal takes too long")
             elif not call.cancelled():
-                are_gone = self.store.result(call) is True
-        if not are_gone and self._mark is not None:
-            await asyncio.to_thread(self._mark.cover, time.time())
+                self.store.result(call)
 
-    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[bool] | None:
+    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
         """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
         is_stuck = self._removing is not None and not self._removing.done() and not self.store.is_usable
         if not keys or not self.store.is_usable or is_stuck:
@@ -232,26 +231,21 @@ class RemoteDram(FurtherTier):
                 self.store.note(code)
             return code == 0
 
-    async def _remove(self, names: Sequence[Name]) -> bool:
-        """Whether all are gone. A chunk that is being written, here or by another server, cannot be removed before that
-        has ended.
-        """
+    async def _remove(self, names: Sequence[Name]) -> None:
+        """A chunk that is being written, here or by another server, cannot be removed before that has ended."""
         async with self._removing_turn:
             if self._written is not None and self._written[0] in names:
                 await asyncio.wait([self._written[1]], timeout=REMOVE_WAIT_S)
             keys = [self._key(*name) for name in names]
-            are_gone = True
             for _ in range(REMOVE_ATTEMPTS):
                 if self.store.client is None:
-                    return False
+                    return
                 codes = await self.store.client.remove(keys)
                 self.store.note(min((code for code in codes if code != NOT_FOUND), default=0))
-                are_gone = are_gone and all(code >= 0 or code in (NOT_FOUND, NOT_READY) for code in codes)
                 keys = [key for key, code in zip(keys, codes, strict=True) if code == NOT_READY]
                 if not keys:
-                    return are_gone
+                    return
                 await asyncio.sleep(REMOVE_AGAIN_S)
-            return False
 
     def _key(self, bucket: str, key: str) -> str:
         """Mooncake's name of a chunk."""

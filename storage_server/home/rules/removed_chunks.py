@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -28,6 +30,29 @@ class RemovedChunks:
             self._removed.move_to_end((bucket, key))
         while len(self._removed) > REMOVED_MAX:
             _, self.before_s = self._removed.popitem(last=False)
+
+    def dump(self, now_s: float) -> bytes:
+        """Text for `load`, without removals that no copy is old enough for."""
+        removed = [
+            [bucket, key, removed_s]
+            for (bucket, key), removed_s in self._removed.items()
+            if not self._keep_s or now_s - removed_s < self._keep_s
+        ]
+        return json.dumps({"before_s": self.before_s, "removed": removed}).encode()
+
+    def load(self, text: bytes, now_s: float) -> None:
+        """Take over what `dump` wrote before. Times that have not come are now. Raises ValueError for anything else."""
+        try:
+            fields = json.loads(text)
+            before_s, removed = float(fields["before_s"]), list(fields["removed"])
+            found = {(str(bucket), str(key)): float(removed_s) for bucket, key, removed_s in removed}
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"no removed chunks: {error!r}") from error
+        if not all(map(math.isfinite, (before_s, *found.values()))):
+            raise ValueError("times are numbers")
+        self.before_s = min(before_s, now_s)
+        for (bucket, key), removed_s in found.items():
+            self.note(bucket, [key], min(removed_s, now_s))
 
     def is_believed(self, entry: RemoteEntry, now_s: float) -> bool:
         """Whether a copy is none of before a change, nor too old."""

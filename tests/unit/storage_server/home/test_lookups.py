@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from storage_server.home import chunks as chunks_module
-from storage_server.home.chunks import CUT_OFF_S, UpstreamChunks
+from storage_server.home import home_lookups
+from storage_server.home.chunks import UpstreamChunks
+from storage_server.home.home_lookups import CUT_OFF_S
 from storage_server.planning.extent import Extent
 
 KEYS = [f"{number:064x}" for number in range(4)]
@@ -91,7 +92,7 @@ async def test_a_lookup_counts_what_is_cached_while_the_home_does_not_answer(
 ) -> None:
     """And the home is left alone for a while."""
     now_s = 100.0
-    monkeypatch.setattr(chunks_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(home_lookups, "time", SimpleNamespace(monotonic=lambda: now_s))
     home = Home(3)
     chunks = cached_before(home, cached)
     home.fault = ServerError(ErrorCode.SLOW_DOWN, "it is down", retryable=True)
@@ -108,7 +109,7 @@ async def test_a_lookup_counts_what_is_cached_while_the_home_does_not_answer(
 
 
 async def test_a_home_that_hangs_holds_a_lookup_up_for_a_short_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "HOME_ANSWERS_S", 0.01)
+    monkeypatch.setattr(home_lookups, "HOME_ANSWERS_S", 0.01)
     home = Home(3)
     home.hangs = True
     chunks = cached_before(home, 2)
@@ -150,7 +151,7 @@ async def test_a_leased_chunk_that_is_not_in_the_cache_begins_to_come() -> None:
 async def test_single_lookups_count_what_is_cached_while_the_home_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunks_module, "HOME_ANSWERS_S", 0.01)
+    monkeypatch.setattr(home_lookups, "HOME_ANSWERS_S", 0.01)
     home = Home(4)
     home.hangs = True
     chunks = single_lookups(home, 2)
@@ -162,7 +163,7 @@ async def test_single_lookups_count_what_is_cached_while_the_home_does_not_answe
 
 
 async def test_one_lookup_asks_the_home_about_so_many_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "ASKED_MAX", 1)
+    monkeypatch.setattr(home_lookups, "ASKED_MAX", 1)
     home = Home(4)
     assert await single_lookups(home, 2).present("bucket", KEYS) == ((True, True, True, False), False)
     assert home.asked == 1

@@ -520,3 +520,18 @@ def test_the_prefixes_that_somebody_has_asked_for_are_bounded_in_bytes(monkeypat
             len(key) + len(parent) for (_, key), parent in books.expected._parents.items()
         )
         assert books.expected._characters <= 1000
+
+
+def test_an_object_that_comes_back_is_deleted_when_its_own_time_has_come() -> None:
+    """It is older than all that came since: it does not wait for theirs."""
+    books = made(ttl_s=100.0)
+    books.put((BUCKET, "old"), entry(0.0))
+    books.put((BUCKET, "young"), entry(90.0))
+    (victim,) = books.leaving(1, 91.0)
+    assert victim.key == "old"
+    books.allow(100)
+    books.lease(BUCKET, ["old"], 92.0)
+    assert books.takes_back(victim)
+    assert left(books.leaving(100, 99.0)) == ""
+    assert left(books.leaving(100, 101.0)) == "old"
+    assert left(books.leaving(100, 190.0)) == "young"

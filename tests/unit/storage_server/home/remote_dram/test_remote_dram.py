@@ -24,10 +24,11 @@ from storage_server.home.remote_dram import joined_store, mooncake_process
 from storage_server.home.remote_dram import remote_dram as module
 from storage_server.home.remote_dram.mooncake_process import RemoteDramError
 from storage_server.home.remote_dram.remote_dram import RemoteDram
-from storage_server.home.remote_dram.unremoved_mark import SPARE_S, UnremovedMark
+from storage_server.home.remote_dram.removed_file import RemovedFile
 from storage_server.home.rules import removed_chunks
 from storage_server.home.rules.proof import make_proof
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from storage_server.home.rules.removed_chunks import RemovedChunks
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.settings import RemoteDramSettings, UpstreamSettings
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
@@ -92,14 +93,14 @@ async def made(
     keep_s: float = 3600.0,
     namespace: str = "home",
     joined: PlayedMooncake | None = None,
-    mark: UnremovedMark | None = None,
+    file: RemovedFile | None = None,
 ) -> AsyncIterator[Bed]:
     store = joined or PlayedMooncake()
 
     async def connect(_: RemoteDramSettings, areas: Sequence[SharedArea]) -> PlayedMooncake:
         return store
 
-    remote = RemoteDram(SETTINGS, namespace, keep_s, connect, mark)
+    remote = RemoteDram(SETTINGS, namespace, keep_s, connect, file)
     landing = remote.landing(8 << 20)
     await remote.start()
     await until(lambda: remote.store.is_usable)
@@ -202,9 +203,9 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_after_a_restart(
 ) -> None:
     """An overwrite or a DELETE was acknowledged, and the same server brought the old bytes again."""
     monkeypatch.setattr(module, "REMOVE_AGAIN_S", 0.001)
-    mark = Beneath(tmp_path, "mark")
+    file = RemovedFile(Beneath(tmp_path, "removed"))
     store = {"gone": GoneMooncake, "is written": WritingMooncake}.get(harm, PlayedMooncake)()
-    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+    async with made(joined=store, file=file) as bed:
         await bed.admitted(b"1" * NBYTES)
         if harm == "no master":
             store.fails = NO_MASTER
@@ -213,38 +214,68 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_after_a_restart(
         await bed.remote.remove("bucket", [KEY])
         store.fails = 0
     assert store.stored
-    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+    async with made(joined=store, file=file) as bed:
         assert await bed.read() is None
         await bed.admitted(b"2" * NBYTES)
         assert await bed.read() == b"2" * NBYTES
 
 
 async def test_a_restart_reads_on_where_all_removals_were_carried_out(tmp_path: Path) -> None:
-    store, mark = PlayedMooncake(), Beneath(tmp_path, "mark")
-    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+    store, file = PlayedMooncake(), RemovedFile(Beneath(tmp_path, "removed"))
+    async with made(joined=store, file=file) as bed:
         await bed.admitted(b"1" * NBYTES)
         await bed.remote.remove("bucket", ["b" * 64])
         await bed.remote.remove("bucket", [])
-    async with made(joined=store, mark=UnremovedMark(mark)) as bed:
+    async with made(joined=store, file=file) as bed:
         assert await bed.read() == b"1" * NBYTES
 
 
-def test_removals_that_come_soon_after_another_need_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the store cannot be reached each overwrite would wait for the disk."""
-    written: list[bytes] = []
-    monkeypatch.setattr(Beneath, "write", lambda _, data: written.append(data))
-    mark = UnremovedMark(Beneath(tmp_path, "mark"))
-    for now_s in (100.0, 101.0, 100.0 + SPARE_S, 120.0, 50.0):
-        mark.cover(now_s)
-    assert written == [b"110.0", b"130.0", b"60.0"]
+async def test_what_another_server_puts_there_after_a_removal_is_not_read_after_a_restart(tmp_path: Path) -> None:
+    """The other one had read it from home before: the removal found nothing to remove."""
+    store, file = PlayedMooncake(), RemovedFile(Beneath(tmp_path, "removed"))
+    async with made(joined=store, file=file) as bed:
+        header = encode_entry(entry_of(b"1" * NBYTES, seen_at=time.time()))
+        assert header is not None
+        await bed.remote.remove("bucket", [KEY])
+        store.stored[bed.remote._key("bucket", KEY)] = header + b"1" * NBYTES
+        assert await bed.read() is None
+    async with made(joined=store, file=file) as bed:
+        assert await bed.read() is None
 
 
-def test_a_mark_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path) -> None:
-    mark, file = UnremovedMark(Beneath(tmp_path, "mark")), tmp_path / "mark"
-    assert mark.read(100.0) == 0.0
-    for text, time_s in (("", 100.0), ("x" * 100, 100.0), ("90.5", 90.5), ("110", 100.0), ("nan", 100.0)):
-        file.write_text(text)
-        assert mark.read(100.0) == time_s
+async def test_after_a_crash_no_copy_of_before_it_is_read(tmp_path: Path) -> None:
+    """Nobody knows which chunks were removed."""
+    store, place = PlayedMooncake(), Beneath(tmp_path, "removed")
+    async with made(joined=store, file=RemovedFile(place)) as bed:
+        await bed.admitted(b"1" * NBYTES)
+        at_the_crash = place.read(1000)
+    place.write(at_the_crash)
+    async with made(joined=store, file=RemovedFile(place)) as bed:
+        assert await bed.read() is None
+        await bed.admitted(b"2" * NBYTES)
+        assert await bed.read() == b"2" * NBYTES
+
+
+@pytest.mark.parametrize(
+    "text", ["", "running", "[]", "5", '{"before_s": "nan", "removed": []}', '{"before_s": 1, "removed": [["b", "k"]]}',
+             '{"before_s": 1, "removed": [["b", "k", Infinity]]}', "[" * 100_000]
+)  # fmt: skip
+def test_a_file_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "removed").write_text(text)
+    removed = RemovedChunks(3600.0)
+    RemovedFile(Beneath(tmp_path, "removed")).take(removed, 100.0)
+    assert removed.before_s == 100.0
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(0, 200), max_size=20), st.sampled_from([0.0, 50.0]))
+def test_removals_come_back_as_they_were_told(times: dict[str, float], keep_s: float) -> None:
+    before, after = RemovedChunks(keep_s), RemovedChunks(keep_s)
+    for key, removed_s in sorted(times.items(), key=lambda each: each[1]):
+        before.note("bucket", [key], removed_s)
+    after.load(before.dump(200.0), 200.0)
+    for key in times:
+        entry = entry_of(b"1" * NBYTES, seen_at=190.0, key=key)
+        assert after.is_believed(entry, 200.0) == before.is_believed(entry, 200.0)
 
 
 async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

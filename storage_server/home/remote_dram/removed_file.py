@@ -1,0 +1,46 @@
+"""The chunks that were removed lately, in a file from one run of the server to the next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from objectcache.adapters.beneath import Beneath
+from storage_server.home.rules.removed_chunks import RemovedChunks
+
+BYTES_MAX = 256 << 20
+"""REMOVED_MAX chunks with the longest keys, twice."""
+RUNNING = b"running"
+"""The file says so while the server runs: after a crash no copy of before it is believed."""
+_log = logging.getLogger(__name__)
+
+
+class RemovedFile:
+    """`file` has the chunks that `removed` knew when the server was stopped. Calls block."""
+
+    def __init__(self, file: Beneath) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+
+    def take(self, removed: RemovedChunks, now_s: float) -> None:
+        """Read the file of the run before into `removed`. From now on it has nothing to read until `keep`."""
+        with self._lock:
+            try:
+                removed.load(self._file.read(BYTES_MAX), now_s)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError) as error:
+                _log.warning("remote DRAM: no copy of before this start is used: %s", error)
+                removed.before_s = now_s
+            self._write(RUNNING)
+
+    def keep(self, removed: RemovedChunks, now_s: float) -> None:
+        """Write them down: the server is stopped."""
+        with self._lock:
+            self._write(removed.dump(now_s))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            _log.warning("remote DRAM: after a restart old copies may be used: %s", error)
