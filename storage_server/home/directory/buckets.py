@@ -32,7 +32,9 @@ class SharedBuckets:
         return await self._objects.list_buckets(access_key)
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
+        """A journal that cannot be read may have objects of the bucket: raises ServerError(SlowDown) then."""
         await self._following.read_journals()
+        self._following.require_whole()
         await self._objects.delete_bucket(access_key, bucket)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -23,9 +22,10 @@ from storage_server.home.directory.journal import (
     ReadJournal,
     read_journal,
 )
+from storage_server.home.directory.journal_problems import JournalProblems
 from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules.clock import StampClock
-from storage_server.home.directory.rules.records import WRITER, WRITERS, PassedOver
+from storage_server.home.directory.rules.records import WRITER, WRITERS
 from storage_server.home.directory.rules.shares import Shares
 from storage_server.home.service import OnChanged, Shown
 from storage_server.kernel.data.io_threads import IoThreads
@@ -34,40 +34,13 @@ from storage_server.kernel.index.transaction import Transaction
 
 LATE_ROWS = 4_000
 """So much of a late journal is read at once, and so long as that took it is left alone then."""
+IN_VAIN_BYTES_MAX = 64 << 10
+"""A journal of which more was read, and nothing is new, has no claim to be waited for once its share is spent."""
 TOLD_AT_ONCE = 500
 """The event loop hears of so many changes in a few milliseconds."""
 RENEWALS_WAITED_FOR = 2
 """A journal that is written anew more often in one pass, or at a start, is left behind as a late one."""
-_LATE = "it has more than others may be kept waiting for, and is read beside"
-_LINES_PER_MINUTE = 10
-_NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
-
-
-class _ToldProblems:
-    """Which problem of which journal the log has been told: each kind once, in a few lines a minute."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, str] = {}
-        self._minute_s = float("-inf")
-        self._line_count = 0
-
-    def is_due(self, writer: str, problem: str, now_s: float) -> bool:
-        """Whether the log is to be told of it now. Problems that differ in numbers alone are of one kind."""
-        kind = _NUMBER.sub("", problem)
-        if self._kinds.get(writer) == kind:
-            return False
-        if now_s - self._minute_s >= 60.0:
-            self._minute_s, self._line_count = now_s, 0
-        if self._line_count >= _LINES_PER_MINUTE:
-            return False
-        self._kinds[writer] = kind
-        self._line_count += 1
-        return True
-
-    def forget(self, writer: str) -> None:
-        """The journal has no problem any more."""
-        self._kinds.pop(writer, None)
 
 
 class Following:
@@ -86,8 +59,7 @@ class Following:
         self._shares = Shares()
         self._late = LateJournals(self._read_late, self._tell_changes)
         """Writers that have used up what is waited for, until they are read to their ends."""
-        self._problems: dict[str, str] = {}
-        self._told, self._told_records = _ToldProblems(), _ToldProblems()
+        self.problems = JournalProblems()
         self._untold: list[Shown] = []
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
@@ -100,19 +72,8 @@ class Following:
         """When the last pass began that read every journal to its end."""
         self._listed: frozenset[str] = frozenset()
         """The writers that have a folder, as the last pass has found them."""
-        self._is_crowded = False
-        """Whether there are more names beside these folders than are looked at, so that writers may be missing."""
         self._renewals: Counter[str] = Counter()
         """How often each journal was written anew during this pass."""
-        self._spoiled: set[str] = set()
-        """Writers with records that were passed over: what these say is not known to be gone."""
-        self.bad_record_count = 0
-        """How many records were passed over because they make no sense."""
-
-    @property
-    def problem_count(self) -> int:
-        """How many journals cannot be read to their ends, or are late."""
-        return len(self._problems) + self._is_crowded
 
     async def start(self, positions: dict[str, tuple[int, int]]) -> None:
         """Go on from these positions, and read all that is there now, however long it takes. Raises ServerError."""
@@ -133,16 +94,20 @@ class Following:
         while True:
             await asyncio.sleep(poll_s)
             try:
-                await self.read_journals()
+                await self._read_all()
             except ObjectCacheError as error:
                 _log.warning("the journals of the shared directory: %s", error)
 
     async def read_journals(self, since_s: float | None = None) -> None:
         """On return the index has all that was in the journals when this was called, or at `since_s` by the steady
-        clock, but for those of writers that are late. Raises ServerError, SlowDown where the directory does not answer.
+        clock, but for those of writers that are late. Raises ServerError, SlowDown where the directory does not answer,
+        or cannot read a journal for a moment.
         """
-        if since_s is not None and self.begun_s >= since_s:
-            return
+        if since_s is None or self.begun_s < since_s:
+            await self._read_all()
+        self.problems.require_answers()
+
+    async def _read_all(self) -> None:
         if self._next is None:
             self._next = asyncio.create_task(self._pass_behind(self._running))
             self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -158,6 +123,12 @@ class Following:
             _log.exception("the journals of the shared directory could not be read; it is tried again")
             raise index_error(error) from error
 
+    def require_whole(self) -> None:
+        """Raises ServerError(SlowDown) where the last pass has not read every journal to its end."""
+        if self.whole_s < self.begun_s:
+            problem = "a journal of the shared directory cannot be read to its end: nothing in it may be deleted unseen"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
+
     async def _pass_behind(self, running: asyncio.Task[None] | None, *, is_start: bool = False) -> None:
         if running is not None:
             await asyncio.wait([running])
@@ -169,7 +140,7 @@ class Following:
         waiting = await self._step(None, sizes, is_start=is_start)
         while waiting:
             waiting = await self._step(waiting, sizes, is_start=is_start)
-        if not self.problem_count:
+        if not self.problems.count:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
                 await self._forget_outdated()
                 self._outdated_s = None
@@ -195,6 +166,9 @@ class Following:
                 generation, size = sizes[journal.writer] = end.generation, journal.size
                 self._renewals[journal.writer] += 1
             if journal.is_whole or (end.generation == generation and end.position >= size):
+                is_vain = journal.nbytes > IN_VAIN_BYTES_MAX and not journal.pieces
+                if is_vain and not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
+                    self._leave_behind(journal.writer)
                 continue
             is_renewed = self._renewals[journal.writer] > RENEWALS_WAITED_FOR
             if is_renewed or not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
@@ -210,10 +184,8 @@ class Following:
         if waiting is None:
             names, are_all = writers.first_names(NAMES_MAX)
             found_writers = frozenset(filter(WRITER.match, names))
-            self._listed = found_writers if are_all else found_writers | set(self._places) | set(self._problems)
-            if self._is_crowded == are_all:
-                self._is_crowded = not are_all
-                _log.warning("the folder of writers has %s than %d names", "fewer" if are_all else "more", NAMES_MAX)
+            self._listed = found_writers if are_all else found_writers | set(self._places) | self.problems.writers
+            self.problems.note_crowd(is_crowded=not are_all)
             waiting = sorted(self._listed - late - {self._writer})
         found, budget_bytes, budget_rows = list[ReadJournal](), STEP_BYTES, STEP_ROWS
         for number, name in enumerate(waiting):
@@ -230,7 +202,7 @@ class Following:
         try:
             journal = read_journal(folder, place, budget_bytes, budget_rows, self._clock.latest)
         except OSError as error:
-            return ReadJournal(folder.name, place, problem=str(error))
+            return ReadJournal(folder.name, place, problem=str(error), error_number=error.errno or 0)
         if not (journal.is_whole or journal.pieces or journal.problem):
             journal.problem = "its newest generation is not there"
         return journal
@@ -238,12 +210,12 @@ class Following:
     async def _carry_out(self, read: Iterable[ReadJournal]) -> None:
         """Carry out what was read."""
         read = list(read)
-        self._note_problems(read)
+        self.problems.note(read, self._late.writers)
         found = [journal for journal in read if _is_news(journal, self._places.get(journal.writer, JournalPlace()))]
         if not found:
             return
         for journal in found:
-            self.note_passed_over(journal.writer, journal.passed_over)
+            self.problems.note_passed_over(journal.writer, journal.passed_over)
 
         def carry_out(tx: Transaction) -> list[list[Shown]]:
             return [self._applied(tx, journal) for journal in found]
@@ -257,17 +229,13 @@ class Following:
 
     def _forget_gone(self) -> None:
         """Somebody has cleared folders of writers up: nothing more comes from these, and nothing waits for them."""
-        for writer in (self._late.writers | set(self._problems)) - self._listed:
-            _log.warning("the folder of %s is gone, with its journal", writer)
-            self._late.writers.discard(writer)
-            self._problems.pop(writer, None)
-            self._told.forget(writer)
+        self.problems.keep(self._listed, self._late.writers - self._listed)
+        self._late.writers &= self._listed
+        self._shares.keep(self._listed)
 
     def _leave_behind(self, writer: str) -> None:
         """Nobody waits for this writer's journal until it is read to its end."""
-        if self._problems.get(writer) is None:
-            _log.warning("the journal of %s: %s", writer, _LATE)
-            self._problems[writer] = _LATE
+        self.problems.note_late(writer)
         self._late.add(writer)
 
     async def _read_late(self, writer: str) -> ReadJournal:
@@ -277,8 +245,7 @@ class Following:
         await self._carry_out([journal])
         if journal.is_whole:
             self._late.writers.discard(writer)
-            self._problems.pop(writer, None)
-            _log.warning("the journal of %s is read to its end again", writer)
+            self.problems.note_read(writer)
         return journal
 
     def _applied(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
@@ -304,32 +271,9 @@ class Following:
                 _log.warning("the cache could not be told what others have changed: %s", error)
                 return
 
-    def note_passed_over(self, writer: str, passed_over: PassedOver) -> None:
-        """Count records that were passed over, and tell of the first one. May be called from the committer's thread."""
-        self.bad_record_count += passed_over.count
-        if passed_over.count:
-            self._spoiled.add(writer)
-        if passed_over.first is not None and self._told_records.is_due(writer, passed_over.first[1], time.monotonic()):
-            offset, reason = passed_over.first
-            problem = (
-                "the journal of %s: %d records that make no sense are passed over; the first, at offset %d, has %s"
-            )
-            _log.warning(problem, writer, passed_over.count, offset, reason)
-
-    def _note_problems(self, read: list[ReadJournal]) -> None:
-        for journal in read:
-            if journal.problem is None:
-                if journal.writer not in self._late.writers:
-                    self._problems.pop(journal.writer, None)
-                    self._told.forget(journal.writer)
-                continue
-            if self._told.is_due(journal.writer, journal.problem, time.monotonic()):
-                _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
-            self._problems[journal.writer] = journal.problem
-
     async def _forget_outdated(self) -> None:
         for writer, generation in await self._committer.commit(lambda tx: merge.outdated(tx.db), frees=True):
-            if writer not in self._spoiled:
+            if writer not in self.problems.spoiled:
                 await self.forget_older(writer, generation)
 
     async def forget_older(self, writer: str, generation: int) -> None:

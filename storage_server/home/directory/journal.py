@@ -45,6 +45,8 @@ STEP_ROWS = 8_000
 """So much is read at once."""
 NAMES_MAX = 10_000
 """So many names are looked at in a folder that others may write to."""
+LOOK_BYTES = 4096
+"""A crash may leave zeros behind the last frame, up to STEP_BYTES. Of more, so many are looked at."""
 PROVED_BYTES = 1 << 20
 """So much of a large frame is held while its checksum is computed."""
 _NAME = re.compile(r"journal-(\d{1,9})\Z")
@@ -87,11 +89,7 @@ class OwnJournal:
         self.close()
         self.generation = newest(self._folder) or 1
         place = _place(self._folder, self.generation)
-        try:
-            self._fd = place.open(os.O_RDWR | os.O_CREAT)
-        except UnsafeFileError:
-            place.separate()
-            self._fd = place.open(os.O_RDWR)
+        self._fd = _own(place, os.O_CREAT)
         self._disk.sync_directory(self._folder)
         for name in self._folder.names():  # what a crash has left of a rewrite
             if name != place.name and _NAME.match(name.removesuffix(".new")):
@@ -107,9 +105,7 @@ class OwnJournal:
         successor = _place(self._folder, self.generation + 1)
         if successor.exists():  # it was written anew, and an error came when it had its name
             self._disk.sync_directory(self._folder)
-            os.close(self._fd)
-            self._fd = successor.open(os.O_RDWR)
-            self.generation, self.end = self.generation + 1, 0
+            self._follow(successor, 0)
         self._find_end(may_cut=True)
 
     def append(self, frames: Sequence[bytes]) -> None:
@@ -203,14 +199,19 @@ class OwnJournal:
             self._is_doubtful = False
             raise
         self._disk.sync_directory(self._folder)
-        os.close(self._fd)
-        self._fd = place.open(os.O_RDWR)
-        self.generation, self.end, self._is_doubtful = self.generation + 1, rewrite.end, False
+        self._follow(place, rewrite.end)
+        self._is_doubtful = False
         for name in self._folder.names():
             match = _NAME.match(name)
             if match and int(match[1]) < self.generation:
                 with contextlib.suppress(OSError):  # the next time
                     self._disk.unlink(self._folder / name)
+
+    def _follow(self, successor: Beneath, end: int) -> None:
+        """Write on in the next generation. After an error the one before is still open."""
+        fd = _own(successor)
+        os.close(self._fd)
+        self._fd, self.generation, self.end = fd, self.generation + 1, end
 
     def read(self, position: int) -> Iterator[ReadJournal]:
         """All from `position` to the end, some at a time."""
@@ -275,6 +276,8 @@ class ReadJournal:
     start: JournalPlace
     pieces: list[tuple[JournalPlace, list[Record]]] = field(default_factory=list)
     problem: str | None = None
+    error_number: int = 0
+    """That of the system's error, where that is the problem."""
     size: int = 0
     """How long the journal was."""
     nbytes: int = 0
@@ -328,6 +331,11 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_m
     """Read whole small frames, or something of one large frame."""
     generation, position = journal.start.generation, journal.start.position
     if not journal.start.inside:
+        if _is_hole(fd, position, size):
+            return
+        if size - position > STEP_BYTES and not any(_read(fd, position, LOOK_BYTES)):
+            journal.problem, journal.nbytes = "zeros where a frame should be", LOOK_BYTES
+            return
         data = _read(fd, position, min(budget_bytes, size - position))
         wanted = wanted_bytes(data, 0)
         if len(data) < wanted <= min(size - position, HEAD.size + PIECE_BYTES):
@@ -350,6 +358,17 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_m
             journal.pieces.append((JournalPlace(generation, position + wanted), []))
             return
     _read_inside(fd, journal, budget_bytes, rows_max, stamp_max)
+
+
+def _is_hole(fd: int, position: int, size: int) -> bool:
+    """Whether nothing was ever written behind `position`: a file of any size then takes no disk, and is not read."""
+    if position >= size:
+        return False
+    try:
+        os.lseek(fd, position, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    return False
 
 
 def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, rows_max: int, stamp_max: int) -> None:
@@ -436,6 +455,15 @@ def newest(folder: Beneath) -> int | None:
         raise OSError(errno.EFBIG, f"its folder has more than {NAMES_MAX} names")
     found = [int(match[1]) for match in map(_NAME.match, names) if match]
     return max(found, default=None)
+
+
+def _own(place: Beneath, flags: int = 0) -> int:
+    """A file of the own journal, opened to be written on. One with several names, which backups make, is copied."""
+    try:
+        return place.open(os.O_RDWR | flags)
+    except UnsafeFileError:
+        place.separate()
+        return place.open(os.O_RDWR)
 
 
 def _place(folder: Beneath, generation: int) -> Beneath:

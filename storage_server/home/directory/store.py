@@ -169,12 +169,12 @@ class SharedDirectory:
     @property
     def unread_count(self) -> int:
         """How many journals cannot be read to their ends."""
-        return self.following.problem_count
+        return self.following.problems.count
 
     @property
     def bad_record_count(self) -> int:
         """How many records of journals were passed over because they make no sense."""
-        return self.following.bad_record_count
+        return self.following.problems.bad_record_count
 
     def on_changed(self, tell: OnChanged) -> None:
         """Call `tell` with what other servers have changed."""
@@ -295,7 +295,7 @@ class SharedDirectory:
         try:
             read_to = position if generation == journal.generation else self._rewriting.caught_up(tx)
             for found in journal.read(read_to):
-                self.following.note_passed_over(writer, found.passed_over)
+                self.following.problems.note_passed_over(writer, found.passed_over)
                 for _, records in found.pieces:
                     self._clock.observe(max((record.stamp for record in records), default=0))
                     self._rewriting.note(records)

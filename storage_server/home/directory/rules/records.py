@@ -564,6 +564,8 @@ def _are_few(rules: str) -> bool:
 
 
 def _are_whole(nbytes: int, bodies: Sequence[BodyRow]) -> bool:
-    """Whether the bodies lie one behind the other, and are together the object."""
+    """Whether the bodies lie one behind the other, in the order of their parts, and are together the object."""
+    if any(body.part_number >= after.part_number for body, after in itertools.pairwise(bodies)):
+        return False
     offsets = itertools.accumulate((body.nbytes for body in bodies), initial=0)
     return [*offsets] == [*(body.object_offset for body in bodies), nbytes]

@@ -7,6 +7,7 @@ writer that has used its share up is late: nobody waits for it until it is read 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from descriptors.units import MIB
@@ -43,6 +44,11 @@ class Shares:
             _regain(spent, now_s, ALL if spent is self._all else 1)
             spent.rows += rows
             spent.nbytes += nbytes
+
+    def keep(self, writers: Collection[str]) -> None:
+        """Forget all others: their folders are gone."""
+        if len(self._spent) > len(writers):
+            self._spent = {writer: spent for writer, spent in self._spent.items() if writer in writers}
 
     def is_waited_for(self, writer: str, now_s: float) -> bool:
         """Whether more of a writer's journal may be waited for."""

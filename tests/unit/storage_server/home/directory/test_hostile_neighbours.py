@@ -20,6 +20,7 @@ from descriptors.objects import ListRequest
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory import following as following_module
 from storage_server.home.directory import journal as journal_module
+from storage_server.home.directory import journal_problems
 from storage_server.home.directory.journal import ReadJournal, named_files
 from storage_server.home.directory.membership import WrongHomeError
 from storage_server.home.directory.rules import shares as shares_module
@@ -447,7 +448,8 @@ async def test_of_a_folder_with_very_many_names_few_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each pass would list them all while nothing else of the server runs. Known servers are still followed."""
-    monkeypatch.setattr(following_module, "NAMES_MAX", 3)
+    for module in (following_module, journal_problems):
+        monkeypatch.setattr(module, "NAMES_MAX", 3)
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(other, "key", b"data")
@@ -500,7 +502,8 @@ async def test_a_problem_that_lasts_is_told_once_and_many_are_told_in_turn(
 ) -> None:
     """A stamp of days to come is some seconds less ahead at each look, and there may be thousands of journals."""
     now_s = 1e6
-    monkeypatch.setattr(following_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s))
+    for module in (following_module, journal_problems):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s))
     told = re.compile(r"the journal of (\d+) can be read no further: a stamp .* s later than any may be now")
     most = 10
     async with opened(tmp_path, "a") as one:
@@ -517,3 +520,38 @@ async def test_a_problem_that_lasts_is_told_once_and_many_are_told_in_turn(
             now_s += 60.0
         assert len(set(told.findall(caplog.text))) == most + 2
         assert one.unread_count == most + 2
+
+
+async def test_journals_of_zeros_are_neither_read_again_and_again_nor_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole of any size takes no disk: it counts as nothing. Zeros on the disk use up the share of their writer."""
+    monkeypatch.setattr(journal_module, "STEP_BYTES", 1 << 20)
+    read_bytes: dict[str, int] = {}
+    read_journal = following_module.read_journal
+
+    def counted(folder: Beneath, *arguments: Any) -> ReadJournal:
+        found = read_journal(folder, *arguments)
+        read_bytes[folder.name] = read_bytes.get(folder.name, 0) + found.nbytes
+        return found
+
+    monkeypatch.setattr(following_module, "read_journal", counted)
+    monkeypatch.setattr(shares_module, "BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(shares_module, "BYTES_PER_S", 1.0)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        sizes = {"0" * 12: (1 << 40, 0), "1" * 12: (1 << 19, 1 << 19), "2" * 12: (3 << 20, 3 << 20)}
+        for name, (size, written) in sizes.items():
+            folder = tmp_path / "shared" / "writers" / name
+            folder.mkdir(mode=0o700)
+            with (folder / "journal-1").open("wb") as file:
+                file.write(bytes(written))
+                file.truncate(size)
+        for _ in range(6):
+            await one.following.read_journals()
+        assert read_bytes["0" * 12] == 0
+        assert read_bytes["2" * 12] <= 6 * 4096
+        assert one.unread_count == 2
+        assert {"1" * 12} <= one.following._late.writers
+        await put(one, "key", b"data")
+        assert await get(one, "key") == b"data"

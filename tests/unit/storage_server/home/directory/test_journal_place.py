@@ -84,3 +84,30 @@ def test_a_rewrite_drops_nothing_that_another_server_has_written(tmp_path: Path)
     assert (tmp_path / "writer" / "journal-1").read_bytes() == frames[0]
     journal.close()
     copied.close()
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_a_new_generation_with_several_names_is_copied_and_no_closed_file_is_used(
+    tmp_path: Path, is_opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup has linked it before it came to count. Where it cannot be opened, the one before stays open."""
+    frames = [*framed([Record(Touched("bucket", "bbb"), 1, None)])]
+    (tmp_path / "writer").mkdir(mode=0o700)
+    journal = OwnJournal(Beneath(tmp_path, "writer"), Disk())
+    journal.open(0, 0)
+    rewrite = journal.begin_rewrite(frames)
+    os.link(tmp_path / "writer" / "journal-2.new", tmp_path / "backup")
+    if not is_opened:
+        monkeypatch.setattr(Beneath, "separate", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            journal.finish_rewrite(rewrite)
+        assert os.fstat(journal._fd).st_ino == (tmp_path / "writer" / "journal-1").stat().st_ino
+        monkeypatch.undo()
+        journal.find_end_again()
+    else:
+        journal.finish_rewrite(rewrite)
+    journal.append(frames)
+    assert (tmp_path / "writer" / "journal-2").read_bytes() == 2 * frames[0]
+    assert (tmp_path / "backup").read_bytes() == frames[0]
+    rewrite.close()
+    journal.close()
