@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.environment import engine_python, engine_variables
 from tests.engines.lmcache_run import LMCache, lmcache
 from tests.engines.store import BUCKET, Store, free_port, running_store
+from tests.support.tree import repository
 from tests.support.waiting import eventually
 
 CHUNK_TOKENS = 16
@@ -233,3 +238,28 @@ def test_chunks_come_encoded_where_the_options_say_so(tmp_path: Path, mode: str)
             counters = cache.counters()
             assert 0 < counters["lossy_error"] < bound * counters["loaded_chunks"]
             cache.close()
+
+
+@pytest.mark.slow
+def test_lmcaches_own_bench_stores_finds_and_loads_all(tmp_path: Path) -> None:
+    """Its objects have no groups of layers, its lookups no layout, and each key has a rank of its own."""
+    with running_store(tmp_path / "store") as store:
+        adapter = {
+            "type": "plugin",
+            "module_path": "nixl_client.connectors.lmcache",
+            "class_name": "ObjectCacheL2Adapter",
+            "adapter_params": {"endpoint": store.endpoint, "bucket": BUCKET},
+        }
+        command = [
+            str(engine_python().with_name("lmcache")), "bench", "l2", "--l2-adapter", json.dumps(adapter),
+            "--num-keys", "8", "--in-flight", "2", "--data-size-kb", "64", "--rounds", "2", "--no-skip-verify",
+            "--lookup-max-hit-rate", "0.5",
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, cwd=repository(), env=engine_variables(), capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = {line.partition(":")[0]: line.partition(":")[2].strip() for line in done.stdout.splitlines() if ":" in line}
+    assert float(told["Actual hit rate"]) == 0.5
+    counts = re.findall(r"Total success: +(\d+)", done.stdout)
+    assert counts[0] == counts[2] == "32"

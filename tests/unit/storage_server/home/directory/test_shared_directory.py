@@ -1537,7 +1537,7 @@ async def test_a_backup_of_hard_links_stops_no_server(tmp_path: Path) -> None:
 async def test_a_journal_that_does_not_answer_for_a_moment_is_not_overlooked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is told old bytes, and nobody's condition holds against what cannot be seen; after a while others go on."""
+    """Nobody is told old bytes, and no condition holds against what cannot be seen; after a while others go on."""
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"old")
