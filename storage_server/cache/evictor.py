@@ -73,7 +73,7 @@ class Evictor(Watcher):
         self.written = WrittenUses(self.caches, self.news, self._io, change, self._day, self._want)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.evictions = Evictions(self.caches, self.news, self._io, change, self._now)
-        self._replacements: Replacements | None = None
+        self.replacements: Replacements | None = None
         self._told_refusals = 0
         self._told_refusals_at = -math.inf
 
@@ -86,7 +86,7 @@ class Evictor(Watcher):
         found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
         if found:
             evictions, room_bytes = self.evictions, self.caches.aside_bytes_max
-            self._replacements = Replacements(replacer, found, evictions.leaving, evictions.delete, room_bytes)
+            self.replacements = Replacements(replacer, found, evictions.leaving, evictions.delete, room_bytes)
 
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
@@ -162,8 +162,8 @@ class Evictor(Watcher):
         """Evict ahead of writes, until cancelled."""
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            if self._replacements is not None:
-                tasks.create_task(self._replacements.run())
+            if self.replacements is not None:
+                tasks.create_task(self.replacements.run())
             formers = [FormerObjects(cache, self._reader, self._io, self._now) for cache in self.caches.all()]
             tasks.create_task(self._restore(formers))
             await self._run(formers)
@@ -245,10 +245,10 @@ class Evictor(Watcher):
         """Evict what there is no room for. Returns whether anything was to leave."""
         self.caches.derive_capacities()
         victims = await self._io.run(self._kept)
-        if self._replacements is not None:
-            victims = self._replacements.set_aside(victims, self._now())
+        if self.replacements is not None:
+            victims = self.replacements.set_aside(victims, self._now())
             try:
-                victims += await self.evictions.given_up(self._replacements)
+                victims += await self.evictions.given_up(self.replacements)
             except BaseException:
                 await self.evictions.take_back(victims)
                 raise
@@ -273,7 +273,7 @@ class Evictor(Watcher):
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
         caches, news = self.caches, self.news
-        aside_bytes = 0 if self._replacements is None else self._replacements.nbytes
+        aside_bytes = 0 if self.replacements is None else self.replacements.nbytes
         caches.bound_holds()
         if caches.whole is not None and self._space.extent_bytes_max is not None:
             # objects that share their bytes take less than the books say: only what they take together can be too much

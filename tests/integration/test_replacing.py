@@ -73,14 +73,14 @@ def put_slowly(client: Client, local: LocalStack, keys: list[str], chunks: np.nd
     """Store chunks as fast as they are encoded."""
     for key, chunk in zip(keys, chunks, strict=True):
         client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.aside_bytes < 2 * LAYOUT.chunk_bytes)
+        assert eventually(lambda: local.storage.store.evictor.replacements.nbytes < 2 * LAYOUT.chunk_bytes)
 
 
 def has_room(local: LocalStack) -> bool:
     """Whether the bucket has the room that is kept ahead, so that nothing more leaves it."""
     page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
     stored_bytes = sum(aligned(info.nbytes) for info in page.objects)
-    is_waited_for = local.storage.store.evictor.aside_bytes > 0
+    is_waited_for = local.storage.store.evictor.replacements.nbytes > 0
     return not is_waited_for and stored_bytes <= CAPACITY_BYTES - 2 * ahead_bytes_of(CAPACITY_BYTES)
 
 
