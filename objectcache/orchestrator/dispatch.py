@@ -99,8 +99,7 @@ class Dispatch:
                 raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
             if answer.content_length is None and "Transfer-Encoding" not in answer.headers:
                 exchange.keep_not()  # its end looks like that of an engine that was killed
-            if answer.status == 200 and exchange.asked.is_generating:
-                # a refusal comes at once, as tokens do, and says nothing of the time of a prefill
+            if answer.status == 200:  # a refusal comes at once and says nothing of the time of a prefill
                 self._noted_first_byte(exchange, routed, first)
             if media_type_of(answer.headers) == EVENT_STREAM:
                 return await passing.stream(first)
@@ -225,10 +224,15 @@ class Dispatch:
                     answer.close()
 
     def _noted_first_byte(self, exchange: Exchange, routed: Routed, first: bytes) -> None:
-        now_s = time.monotonic()
+        """Have the books know of every answer that has begun: without it the engine would count as silent. Only answers
+        of tokens have a TTFT.
+        """
+        now_s, asked = time.monotonic(), exchange.asked
+        prediction = routed.decision.prediction
+        ttft_s = routed.engine.books.first_byte(exchange.receipt.request_id, now_s, is_stream=asked.is_stream)
+        if not asked.is_generating:
+            return
         exchange.receipt.ttft_s = now_s - exchange.began_s
-        prediction, books, is_stream = routed.decision.prediction, routed.engine.books, exchange.asked.is_stream
-        ttft_s = books.first_byte(exchange.receipt.request_id, now_s, is_stream=is_stream)
         if ttft_s is not None and first and prediction.queue_s == 0:
             computed = (exchange.receipt.prompt_tokens or 0) - prediction.held_tokens - prediction.load_tokens
             routed.engine.observed.note(computed, ttft_s)

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.adapters.limited_server import Connection
@@ -109,6 +110,33 @@ async def test_a_refusal_says_nothing_of_the_time_of_a_prefill() -> None:
         engine = bed.orchestrator.engines[engines[0].url]
         assert engine.observed.costs.token_us == TOKEN_US_DEFAULT
         assert engine.status() is EngineStatus.UP
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/completions"])
+async def test_a_stream_that_has_begun_does_not_make_its_engine_look_silent(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines with streams of /v1/messages seemed to answer nothing, so that all others waited at one engine."""
+    monkeypatch.setattr("objectcache.orchestrator.rules.books.OVERDUE_S", 0.0)
+    may_end = asyncio.Event()
+
+    async def begun(_: CannedEngine, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        await may_end.wait()
+        return response
+
+    for name in ("_echo", "_generate"):
+        monkeypatch.setattr(CannedEngine, name, begun)
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        body = {"model": "canned", "prompt": [1], "messages": [], "stream": True}
+        async with bed.http.post(f"{bed.url}{path}", json=body) as answer:
+            assert await answer.content.readany()
+            books = bed.orchestrator.engines[engines[0].url].books
+            assert books.active_count == 1
+            assert books.load(time.monotonic() + 60.0).queue_s == 0.0
+            may_end.set()
 
 
 async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
