@@ -82,6 +82,7 @@ class Dispatch:
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as copies:  # an engine that answers has its request
                 body, params = exchange.body.raw, transfer_params(exchange, routed)
+                exchange.transfer_params = {}  # the blocks that they name may be another prompt's after one read
                 if params:
                     changed = self.changed(exchange, (), {"kv_transfer_params": params})
                     body = await copies.enter_async_context(changed)

@@ -52,6 +52,7 @@ class Prefill:
         it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
         """
         asked, receipt, prompt = exchange.asked, exchange.receipt, exchange.prompt
+        exchange.transfer_params = {}  # those of an earlier prefill may be another prompt's now
         if prompt is None or not asked.is_generating or not self._roster.has_prefill():
             return
         if len(prompt.tokens) < self._tokens_min:

@@ -478,6 +478,19 @@ async def test_a_client_that_does_not_read_keeps_no_place(stream: bool, monkeypa
         await until(lambda: bed.orchestrator.answers.held_bytes == 0)
 
 
+async def test_the_parameters_of_a_prefill_are_good_for_one_attempt() -> None:
+    """A prefill engine frees its blocks after one read: a second decode engine would read another prompt's KV there."""
+    async with canned(3, FAST) as engines, canned(1, replace(FAST, transfer_params={"block": 7})) as prefills:
+        prefill = EngineSettings(prefills[0].url, role=Role.PREFILL)
+        async with orchestrated(engines, replace(QUICK, engines=(prefill,), prefill_tokens_min=64)) as bed:
+            for engine in engines:
+                engine.answers_with = 500
+            assert (await bed.complete(PROMPT)).status == 500
+            sent = [request.get("kv_transfer_params") for engine in engines for request in engine.requests]
+            assert len(sent) == 3
+            assert [params for params in sent if params] == [{"block": 7}]
+
+
 @pytest.mark.parametrize("padding", [0, 1 << 15])
 async def test_transfer_params_that_are_nested_too_deep_end_no_reader_and_no_request(padding: int) -> None:
     """Those of a prefill engine ended the process that was to write them into a request, which was answered 500."""
