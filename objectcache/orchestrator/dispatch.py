@@ -65,6 +65,13 @@ def transfer_params(exchange: Exchange, routed: Routed) -> dict[str, Any]:
     return {**known, ADVICE: {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}}
 
 
+def note_costs(routed: Routed, prompt_tokens: int, ttft_s: float | None) -> None:
+    """Learn the costs of an engine from a TTFT that is known, where the prompt did not wait for others there."""
+    prediction = routed.decision.prediction
+    if ttft_s is not None and prediction.queue_s == 0:
+        routed.engine.observed.note(prompt_tokens - prediction.held_tokens - prediction.load_tokens, ttft_s)
+
+
 class Dispatch:
     """Carries requests. The session is shared by all of them."""
 
@@ -229,11 +236,9 @@ class Dispatch:
         of tokens have a TTFT.
         """
         now_s, asked = time.monotonic(), exchange.asked
-        prediction = routed.decision.prediction
         ttft_s = routed.engine.books.first_byte(exchange.receipt.request_id, now_s, is_stream=asked.is_stream)
         if not asked.is_generating:
             return
         exchange.receipt.ttft_s = now_s - exchange.began_s
-        if ttft_s is not None and first and prediction.queue_s == 0:
-            computed = (exchange.receipt.prompt_tokens or 0) - prediction.held_tokens - prediction.load_tokens
-            routed.engine.observed.note(computed, ttft_s)
+        if first:
+            note_costs(routed, exchange.receipt.prompt_tokens or 0, ttft_s)

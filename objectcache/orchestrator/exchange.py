@@ -51,7 +51,7 @@ class Exchange:
     place: Place | None = None
     """Its place among the running requests, until an engine has done its work."""
     transfer_params: Mapping[str, Any] = field(default_factory=dict)
-    """The answer of a prefill engine, for one attempt of the engine that goes on. Further attempts compute the prompt."""
+    """The answer of a prefill engine, for one attempt of the engine that goes on."""
     kept: Collected | None = None
     """The pieces of the answer, where they may be kept."""
     prompt: Prompt | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.answers import AttemptFailed
-from objectcache.orchestrator.dispatch import Dispatch, transfer_params
+from objectcache.orchestrator.dispatch import Dispatch, note_costs, transfer_params
 from objectcache.orchestrator.exchange import Exchange
 from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
@@ -17,6 +18,8 @@ from objectcache.orchestrator.settings import Role
 
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
+ANSWER_S_MIN, ANSWER_TIMES = 5.0, 3.0
+"""A prefill engine is waited for so many seconds, or so many times its prediction. Any other engine can compute."""
 ENGINES_TRIED_MAX = 2
 _DROPPED = (
     "stream_options",
@@ -51,7 +54,9 @@ class Prefill:
         """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
         it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
         """
-        asked, receipt, prompt = exchange.asked, exchange.receipt, exchange.prompt
+        receipt, prompt = exchange.receipt, exchange.prompt
+        # the answer is one token, and comes when the prompt is computed, whatever the client asked for
+        asked = replace(exchange.asked, is_stream=True, output_tokens=1, sequence_tokens=1)
         exchange.transfer_params = {}  # those of an earlier prefill may be another prompt's now
         if prompt is None or not asked.is_generating or not self._roster.has_prefill():
             return
@@ -66,7 +71,7 @@ class Prefill:
                     return
                 engine, prediction = routed.engine, routed.decision.prediction
                 there = max(prediction.held_tokens, prediction.stored_tokens)
-                if len(prompt.tokens) - there <= self._tokens_min:
+                if len(prompt.tokens) - there <= self._tokens_min or engine.books.overdue_s(time.monotonic()):
                     return
                 self._router.sent(routed, asked, receipt.request_id, prompt)
             tried.append(engine.name)
@@ -75,6 +80,9 @@ class Prefill:
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
                 continue
+            else:
+                ttft_s = engine.books.first_byte(receipt.request_id, time.monotonic())
+                note_costs(routed, len(prompt.tokens), ttft_s)
             finally:
                 engine.books.end(receipt.request_id, time.monotonic(), is_complete=False)
             receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
@@ -86,13 +94,20 @@ class Prefill:
             return
 
     async def _answer(self, exchange: Exchange, routed: Routed) -> dict[str, Any]:
-        """A prefill engine's answer to one token, of no stream, whose KV another engine may have."""
+        """A prefill engine's answer to one token, of no stream, whose KV another engine may have. Raises
+        AttemptFailed.
+        """
         most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
         remote = {"do_remote_decode": True, "do_remote_prefill": False}
         params = {**transfer_params(exchange, routed), **remote}
         put = {most: 1, "stream": False, "kv_transfer_params": params}
+        answer_s = max(ANSWER_S_MIN, ANSWER_TIMES * routed.decision.prediction.ttft_s)
         async with self._dispatch.changed(exchange, _DROPPED, put) as body:
-            return await self._dispatch.ask(routed.engine, exchange.path, exchange.headers, body)
+            try:
+                async with asyncio.timeout(answer_s):
+                    return await self._dispatch.ask(routed.engine, exchange.path, exchange.headers, body)
+            except TimeoutError:
+                raise AttemptFailed(f"{routed.engine.name} has not answered within {answer_s:.1f} s") from None
 
     async def _stored(self, exchange: Exchange, prompt: Prompt) -> Prompt:
         """Wait until the store has the prompt, for a short while."""

@@ -94,7 +94,8 @@ class Router:
         places_max: int,
     ) -> None:
         """`places_max` requests may be with engines. One engine gets no more than half of them where others can take
-        the rest: else one that is well and answers nothing would keep everybody out.
+        the rest. All prefill engines together get no more than half of them, since other engines compute prompts, too.
+        Else one that is well and answers nothing would keep everybody out.
         """
         self._engines = engines
         self._most_at_one = max(1, places_max // 2)
@@ -143,7 +144,9 @@ class Router:
             and engine.settings.role is role
             and (home is None or engine.name == home)
         ]
-        if home is None:
+        if role is Role.PREFILL and self._prefill_count() >= self._most_at_one:
+            able = []
+        elif home is None:
             able = [each for each in able if each.books.active_count < self._most_at_one] or able
         if not able and home is not None and home in self._engines:
             raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
@@ -259,6 +262,10 @@ class Router:
             if (room := rooms[engine.name]) is None or room - loads[engine.name].tokens >= need_tokens
         ]
         return free or large
+
+    def _prefill_count(self) -> int:
+        """The requests of ours that prefill engines have."""
+        return sum(each.books.active_count for each in self._engines.values() if each.settings.role is Role.PREFILL)
 
     def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, StoredPrefix | None]:
         """The store's answers. Each rate is shared with the loads that wait for their turn at their engines."""

@@ -30,6 +30,8 @@ from tests.support.waiting import LIMIT_S, until
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
 FAST = CannedSettings(token_us=20.0, output_s=0.001)
+SILENT = CannedSettings(token_us=1e6)
+"""The probes of such an engine are well, and it answers no long prompt while a test runs."""
 
 
 async def test_an_engine_that_fails_before_its_first_byte_costs_a_retry_elsewhere() -> None:
@@ -489,6 +491,49 @@ async def test_the_parameters_of_a_prefill_are_good_for_one_attempt() -> None:
             sent = [request.get("kv_transfer_params") for engine in engines for request in engine.requests]
             assert len(sent) == 3
             assert [params for params in sent if params] == [{"block": 7}]
+
+
+async def test_a_prefill_engine_that_answers_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its probes are well. A prompt waited ten minutes for it beside an engine that could have computed it."""
+    monkeypatch.setattr("objectcache.orchestrator.prefill.ANSWER_S_MIN", 0.01)
+    async with canned(1, FAST) as engines, canned(1, SILENT) as prefills:
+        prefill = EngineSettings(prefills[0].url, role=Role.PREFILL)
+        settings = replace(QUICK, engines=(prefill,), prefill_tokens_min=64, first_byte_timeout_s=600.0)
+        async with orchestrated(engines, settings) as bed:
+            answer = await bed.complete(PROMPT)
+            assert (answer.status, answer.engine) == (200, engines[0].url)
+            assert len(prefills[0].requests) == 1
+            assert bed.orchestrator.engines[prefills[0].url].books.active_count == 0
+
+
+async def test_prefill_engines_that_answer_nothing_leave_half_of_the_places_to_others() -> None:
+    """Long prompts of one tenant waited for them until nobody got a place, however short the prompt was."""
+    places = AdmissionSettings(active_max=4, deadline_s=1.0)
+    async with canned(1, FAST) as engines, canned(2, SILENT) as prefills:
+        roles = tuple(EngineSettings(each.url, role=Role.PREFILL) for each in prefills)
+        settings = replace(QUICK, engines=roles, prefill_tokens_min=64, admission=places)
+        async with orchestrated(engines, settings) as bed:
+            waiting = [asyncio.create_task(bed.complete([at, *PROMPT])) for at in range(4)]
+            await until(lambda: sum(task.done() for task in waiting) == 2)
+            assert (await bed.complete([1, 2, 3])).status == 200
+            assert sum(len(each.requests) for each in prefills) == 2
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_silent_prefill_engine_gets_no_further_prompts() -> None:
+    """Its silence would be a part of the next prediction, and each prompt would wait three times as long."""
+    async with canned(1, FAST) as engines, canned(1, SILENT) as prefills:
+        prefill = EngineSettings(prefills[0].url, role=Role.PREFILL)
+        async with orchestrated(engines, replace(QUICK, engines=(prefill,), prefill_tokens_min=64)) as bed:
+            waiting = asyncio.create_task(bed.complete(PROMPT))
+            books = bed.orchestrator.engines[prefills[0].url].books
+            await until(lambda: books.overdue_s(time.monotonic()) > 0)
+            assert (await bed.complete(OTHER)).status == 200
+            assert len(prefills[0].requests) == 1
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
 
 @pytest.mark.parametrize("padding", [0, 1 << 15])

@@ -139,7 +139,7 @@ class EngineBooks:
         queue_s = factor * (work_s + self._others_waiting * mean_s)
         if waiting:
             queue_s -= min(factor * waiting[0].work_s, max(0.0, now_s - self._progress_s))
-        queue_s = max(queue_s, self._overdue_s(now_s))
+        queue_s = max(queue_s, self.overdue_s(now_s))
         active_count = len(self._sent) + self._others_waiting + self._others_running
         over = active_count - self.requests_max + 1
         if over > 0:
@@ -147,6 +147,15 @@ class EngineBooks:
         tokens = sum(each.tokens for each in self._sent.values())
         waiting_count = len(waiting) + self._others_waiting
         return Load(queue_s, active_count, waiting_count, tokens, arrivals_per_s, factor * work_share)
+
+    def overdue_s(self, now_s: float) -> float:
+        """How long the engine has answered nothing, where that is longer than it should be."""
+        first = next((each for each in self._sent.values() if each.is_stream and each.first_byte_s is None), None)
+        if first is None:
+            return 0.0
+        silent_s = now_s - max(self._answered_s, first.sent_s)
+        is_overdue = silent_s > max(OVERDUE_S, OVERDUE_TIMES * self.correction.factor * first.work_s)
+        return silent_s if is_overdue else 0.0
 
     def _note_arrival(self, sent: SentRequest) -> None:
         if len(self._arrivals) == ARRIVALS_MAX:
@@ -170,15 +179,6 @@ class EngineBooks:
             for each in self._sent.values()
             if each.first_byte_s is None and (each.is_stream or now_s < each.sent_s + each.predicted_s)
         ]
-
-    def _overdue_s(self, now_s: float) -> float:
-        """How long the engine has answered nothing, where that is longer than it should be."""
-        first = next((each for each in self._sent.values() if each.is_stream and each.first_byte_s is None), None)
-        if first is None:
-            return 0.0
-        silent_s = now_s - max(self._answered_s, first.sent_s)
-        is_overdue = silent_s > max(OVERDUE_S, OVERDUE_TIMES * self.correction.factor * first.work_s)
-        return silent_s if is_overdue else 0.0
 
     def _service_s(self) -> float:
         return median(self._services_s) if self._services_s else SERVICE_S_DEFAULT
