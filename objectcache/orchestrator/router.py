@@ -154,9 +154,8 @@ class Router:
             raise self.no_engine(asked.model)
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
         sequence_tokens = (0 if prompt is None else len(prompt.tokens)) + asked.sequence_tokens
-        loads = {engine.name: engine.books.load(now_s) for engine in able}
-        is_sure = not asked.is_counted_by_engine
-        able = self._with_room(able, prompt_tokens + asked.output_tokens, sequence_tokens, loads, is_sure=is_sure)
+        able = self._large_enough(able, sequence_tokens, is_sure=not asked.is_counted_by_engine)
+        loads = {engine.name: self._load(engine, prompt_tokens, asked.output_tokens, now_s) for engine in able}
         held, names = self._held(able, prompt, now_s)
         stored = self._offers(prompt, now_s)
         states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
@@ -175,7 +174,8 @@ class Router:
     def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
         """The request is on its way to the engine: its blocks will be there soon."""
         now_s, engine, prediction = time.monotonic(), routed.engine, routed.decision.prediction
-        tokens = (asked.prompt_tokens if prompt is None else len(prompt.tokens)) + asked.output_tokens
+        prompt_tokens = asked.prompt_tokens if prompt is None else len(prompt.tokens)
+        tokens = prompt_tokens + engine.report.output_tokens(asked.output_tokens)
         # of a prompt without tokens the prediction says nothing, and who asks for tokens has nothing computed
         is_known = prompt is not None and asked.is_generating
         predicted_s = prediction.ttft_s if is_known else 0.0
@@ -236,18 +236,9 @@ class Router:
                 tokens[engine.name] = most * block_tokens
         return tokens, best_names
 
-    def _with_room(
-        self,
-        able: Sequence[Engine],
-        need_tokens: int,
-        sequence_tokens: int,
-        loads: Mapping[str, Load],
-        *,
-        is_sure: bool,
-    ) -> list[Engine]:
-        """Those with free KV blocks for the whole request, else all that could have them for its largest answer: the
-        others wait in the engine. Where no engine is large enough for that, a request whose tokens are sure is refused
-        with NoEngineError, and any other may go to all of them.
+    def _large_enough(self, able: Sequence[Engine], sequence_tokens: int, *, is_sure: bool) -> list[Engine]:
+        """Those that could have KV for the largest answer. Where no engine is large enough for that, a request whose
+        tokens are sure is refused with NoEngineError, and any other may go to all of them.
         """
         rooms = {engine.name: engine.report.kv_tokens for engine in able}
         large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= sequence_tokens]
@@ -256,12 +247,17 @@ class Router:
         if not large:
             had = ", ".join(f"{name} {room}" for name, room in rooms.items())
             raise NoEngineError(f"the request needs KV for {sequence_tokens} tokens; engines have {had}", 400)
-        free = [
-            engine
-            for engine in large
-            if (room := rooms[engine.name]) is None or room - loads[engine.name].tokens >= need_tokens
-        ]
-        return free or large
+        return large
+
+    def _load(self, engine: Engine, prompt_tokens: int, allowed_tokens: int, now_s: float) -> Load:
+        """The engine's load, with the wait for KV blocks. A wait turns away only those that have a shorter one
+        elsewhere.
+        """
+        load, room = engine.books.load(now_s), engine.report.kv_tokens
+        if room is None:
+            return load
+        need_tokens = prompt_tokens + engine.report.output_tokens(allowed_tokens)
+        return load._replace(queue_s=max(load.queue_s, engine.books.room_wait_s(need_tokens, room, now_s)))
 
     def _prefill_count(self) -> int:
         """The requests of ours that prefill engines have."""

@@ -420,6 +420,23 @@ async def test_a_request_that_no_engine_could_hold_says_what_it_needs_and_what_t
         assert missing.status == 404
 
 
+async def test_what_a_client_claims_sends_nobody_to_another_engine() -> None:
+    """A stream of some hundred tokens looked as if it filled its engine, and all others went to the engine without."""
+    slow = replace(FAST, output_s=10.0, blocks_max=10_000)
+    async with canned(2, slow) as engines, orchestrated(engines) as bed:
+        await until(lambda: all(engine.report.kv_tokens for engine in bed.orchestrator.engines.values()))
+        claimed = {"model": "canned", "prompt": [1], "stream": True, "max_tokens": 600, "best_of": 16_384}
+        async with bed.http.post(f"{bed.url}/v1/completions", json=claimed) as answer:
+            assert await answer.content.readany()
+            found = await asyncio.gather(
+                *(
+                    bed.ask("POST", "/_orchestrator/route", {"model": "canned", "prompt": [at] * 64, "max_tokens": 4})
+                    for at in range(32)
+                )
+            )
+            assert {each.json()["engine"] for each in found} == {engine.url for engine in engines}
+
+
 @pytest.mark.slow
 async def test_two_hundred_at_once_all_get_their_own_answers() -> None:
     async with canned(3, replace(FAST, token_us=1.0)) as engines, orchestrated(engines) as bed:

@@ -33,7 +33,7 @@ MEAN_WEIGHT = 0.2
 @dataclass(slots=True)
 class SentRequest:
     """A request that an engine has. `work_s` is its prefill by the engine's costs, loads included, and `predicted_s`
-    its TTFT, corrected and with its wait; `tokens` are those of its prompt and of the most that it may put out.
+    its TTFT, corrected and with its wait; `tokens` are those of its prompt and of the answer that it is taken to have.
     """
 
     request_id: str
@@ -156,6 +156,18 @@ class EngineBooks:
         silent_s = now_s - max(self._answered_s, first.sent_s)
         is_overdue = silent_s > max(OVERDUE_S, OVERDUE_TIMES * self.correction.factor * first.work_s)
         return silent_s if is_overdue else 0.0
+
+    def room_wait_s(self, need_tokens: int, room_tokens: int, now_s: float) -> float:
+        """How long a request waits for KV blocks of others, where the engine has room for so many tokens. The requests
+        here give theirs back evenly over the time of a request; one that has run for longer may run as long again.
+        """
+        held_tokens = sum(each.tokens for each in self._sent.values())
+        lacking_tokens = min(held_tokens, held_tokens + need_tokens - room_tokens)
+        if lacking_tokens <= 0:
+            return 0.0
+        service_s = self._service_s()
+        weighted_s = sum(each.tokens * max(service_s, now_s - each.sent_s) for each in self._sent.values())
+        return lacking_tokens / held_tokens * weighted_s / held_tokens
 
     def _note_arrival(self, sent: SentRequest) -> None:
         if len(self._arrivals) == ARRIVALS_MAX:

@@ -16,6 +16,7 @@ from descriptors.errors import CallerError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import NO_COSTS, DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
+from objectcache.orchestrator.rules.openai_requests import OUTPUT_TOKENS_DEFAULT
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -46,6 +47,8 @@ COUNTS = {
     **dict.fromkeys((*GENERATED, *ANSWERS), TOKENS_MAX),
 }
 """The most that each counts."""
+ANSWERS_MIN = 16
+"""Of fewer answers no mean is told."""
 _WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 _LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*".encode(), re.MULTILINE)
 
@@ -81,6 +84,14 @@ class EngineReport:
     """Tokens that it has put out since its start."""
     answer_count: float = 0.0
     """Answers that have ended since its start."""
+
+    def output_tokens(self, allowed_tokens: int) -> int:
+        """The tokens that an answer is taken to have: as many as this engine's answers have had, and no more than its
+        request allows. A client may allow any number.
+        """
+        is_known = self.answer_count >= ANSWERS_MIN
+        mean_tokens = self.generated_tokens / self.answer_count if is_known else OUTPUT_TOKENS_DEFAULT
+        return min(allowed_tokens, round(mean_tokens))
 
 
 def read_metrics(said: bytes) -> EngineReport:

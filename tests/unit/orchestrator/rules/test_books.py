@@ -44,6 +44,19 @@ def test_where_all_places_are_taken_a_new_request_waits_for_one() -> None:
     assert books.load(4.0).queue_s == pytest.approx(2 * 4.0 / 2)
 
 
+def test_where_no_kv_blocks_are_free_a_new_request_waits_for_as_many_as_it_lacks() -> None:
+    """Requests of 100 tokens each that take 4 s give 200 tokens back in 4 s, and one that is older takes its age."""
+    books = EngineBooks(8)
+    for at in range(3):
+        books.send(sent(str(at), 0.0, 0.0))
+    books.end("0", 4.0, is_complete=True)
+    assert books.room_wait_s(100, 300, 4.0) == 0.0
+    assert books.room_wait_s(100, 250, 4.0) == pytest.approx(4.0 * 50 / 200)
+    assert books.room_wait_s(100, 250, 12.0) == pytest.approx(12.0 * 50 / 200)
+    assert books.room_wait_s(10_000, 250, 4.0) == pytest.approx(4.0)
+    assert EngineBooks(8).room_wait_s(10_000, 250, 4.0) == 0.0
+
+
 def test_an_engine_that_answers_nothing_has_a_queue_whatever_it_says_of_its_costs() -> None:
     """It was taken to be idle, and got every request until all places were with it."""
     books = EngineBooks(900_000)

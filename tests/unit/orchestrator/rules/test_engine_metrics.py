@@ -10,6 +10,7 @@ from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import published
 from objectcache.orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
+from objectcache.orchestrator.rules.openai_requests import OUTPUT_TOKENS_DEFAULT
 
 
 def read(text: str) -> EngineReport:
@@ -57,6 +58,14 @@ def test_the_queue_and_the_room_of_all_ranks() -> None:
     assert (report.generated_tokens, report.answer_count) == (150.0, 3.0)
     assert report.published is None
     assert read("").running == 0
+
+
+def test_an_answer_is_taken_to_be_as_long_as_others_were_and_no_longer_than_it_may_be() -> None:
+    """What a client allows says little: one field of a small request made it look as large as an engine."""
+    known = EngineReport(0, 0, generated_tokens=32_000.0, answer_count=100.0)
+    assert [known.output_tokens(allowed) for allowed in (4, 4096, 1 << 30)] == [4, 320, 320]
+    unknown = EngineReport(0, 0, generated_tokens=32_000.0, answer_count=1.0)
+    assert [unknown.output_tokens(allowed) for allowed in (4, 4096)] == [4, OUTPUT_TOKENS_DEFAULT]
 
 
 def test_a_connector_shows_before_it_publishes_and_costs_of_zero_are_none() -> None:
