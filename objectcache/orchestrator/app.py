@@ -12,7 +12,7 @@ from aiohttp import web
 from descriptors.errors import ObjectCacheError
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import LimitedServer
-from objectcache.adapters.metrics import CONTENT_TYPE, process_text
+from objectcache.adapters.metrics import CONTENT_TYPE
 from objectcache.orchestrator.administration import administer
 from objectcache.orchestrator.answering import Answering
 from objectcache.orchestrator.answers import Refusal
@@ -105,7 +105,7 @@ async def health(parts: Orchestrator, _: web.BaseRequest) -> web.Response:
 
 async def metrics(parts: Orchestrator, _: web.BaseRequest) -> web.Response:
     """Prometheus' text."""
-    return web.Response(body=parts.meter.text(parts) + process_text(), headers={"Content-Type": CONTENT_TYPE})
+    return web.Response(body=await parts.metrics.get(), headers={"Content-Type": CONTENT_TYPE})
 
 
 Handler = Callable[[Orchestrator, web.BaseRequest], Awaitable[web.StreamResponse]]

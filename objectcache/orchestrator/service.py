@@ -7,6 +7,9 @@ import aiohttp
 from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.loop_share import LoopShare
+from objectcache.adapters.metrics import process_text
+from objectcache.adapters.recent_bytes import RecentBytes
+from objectcache.adapters.threads import computed
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.access import Access
 from objectcache.orchestrator.bodies import Bodies
@@ -38,6 +41,8 @@ from objectcache.orchestrator.under_way import UnderWay
 from objectcache.orchestrator.writing import Writing
 
 CONNECTIONS_MAX = 8192
+METRICS_EVERY_S = 1.0
+"""Anybody may ask for the metrics, and they are made no more often."""
 PROBES_MAX = 1024
 """Probes have connections of their own: clients that read slowly may keep all others, and engines are well then."""
 
@@ -59,6 +64,7 @@ class Orchestrator:
         self.policy = policy_of(settings.policy, self.sessions)
         self.gate = Gate(settings.admission)
         self.meter = Meter()
+        self.metrics = RecentBytes(self._metrics_text, METRICS_EVERY_S)
         self.receipts = Receipts(settings.receipts_max)
         self.responses = ResponseCache(settings.response_cache_bytes, settings.response_cache_s)
         self.kept_responses = KeptResponses()
@@ -119,6 +125,10 @@ class Orchestrator:
         await self._http.close()
         await self._probing.close()
         await self.readers.stop()
+
+    async def _metrics_text(self) -> bytes:
+        """Prometheus' text. The numbers of the process take time for every open connection, so a thread reads them."""
+        return self.meter.text(self) + await computed(process_text, is_long=True)
 
 
 def _session(connections_max: int) -> aiohttp.ClientSession:

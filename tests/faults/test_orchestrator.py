@@ -6,15 +6,19 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import aiohttp
+import prometheus_client
 import pytest
 from aiohttp import web
+from prometheus_client import Metric
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache.adapters.limited_server import Connection
@@ -369,6 +373,28 @@ async def test_a_tokenizer_has_a_bounded_number_of_bytes_at_once(monkeypatch: py
         assert await ask("b", 3) == 200
         assert engines[0].tokenize_count == 2
         assert await asyncio.gather(first, other) == [200, 200]
+
+
+async def test_metrics_are_made_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask. To list the descriptors of thousands of connections for each answer stopped the event loop."""
+    monkeypatch.setattr("objectcache.orchestrator.service.METRICS_EVERY_S", 3600.0, raising=False)
+    threads: list[int] = []
+
+    class Counted(prometheus_client.ProcessCollector):
+        def collect(self) -> Iterable[Metric]:
+            threads.append(threading.get_ident())
+            return super().collect()
+
+    monkeypatch.setattr(prometheus_client, "ProcessCollector", Counted)
+    async with orchestrated([]) as bed:
+        answers = await asyncio.gather(*(bed.ask("GET", "/metrics") for _ in range(20)))
+        assert {answer.status for answer in answers} == {200}
+        assert all(b"process_open_fds" in answer.body for answer in answers)
+        assert len(set(threads)) == 1
+        assert threading.get_ident() not in threads
+        made = len(threads)
+        await bed.ask("GET", "/metrics")
+        assert len(threads) == made
 
 
 async def test_a_media_type_takes_no_time() -> None:
