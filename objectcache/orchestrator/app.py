@@ -63,7 +63,7 @@ class App:
         except (asyncio.CancelledError, ConnectionResetError):
             raise
         except Exception:
-            _log.exception("%s %s", http.method, http.path)
+            _log.exception("%s %.300r", http.method, http.path)
             if http.writer.output_size:  # within an answer, a refusal would be taken for a part of it
                 if http.transport is not None:
                     http.transport.abort()

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import aiohttp
 
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.threads import computed
 from objectcache.orchestrator.engine_blocks import EngineBlocks, Source
 from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
@@ -41,6 +42,7 @@ PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 _RANK = re.compile("[0-9]{1,4}")
 MODELS_MAX, TEXT_MAX = 1000, 1024
+ENDPOINT_CHARACTERS_MAX = 256
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +78,8 @@ class Engine:
         self.unmatched_count = 0
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
         self._calls = EngineCalls(http, self.url, probe_timeout_s, headers)
-        self.blocks = EngineBlocks(self.name, index, known, log, turns)
+        self.warnings = RareWarnings(_log)
+        self.blocks = EngineBlocks(self.name, index, known, log, turns, self.warnings)
         self._poll_s = poll_s
         self._sources_s = 0.0
         self.watchers = EngineWatchers()
@@ -132,7 +135,7 @@ class Engine:
         was_ejected = self.liveness.is_ejected(now_s)
         self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe)
         if not was_ejected and self.liveness.is_ejected(now_s):
-            _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
+            self.warnings.warn("%s gets no requests for %.0f s: %.300r", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0
             self.blocks.forget_expected()
             self.watchers.tell()
@@ -162,8 +165,8 @@ class Engine:
                     await self._poll()
                     await self._find_events()
                     await self.blocks.tend()
-                except Exception:
-                    _log.exception("polling %s", self.name)
+                except Exception as error:
+                    self.warnings.warn("polling %s failed", self.name, error=error)
                 await asyncio.sleep(self._poll_s)
         finally:
             await self.blocks.stop()
@@ -182,9 +185,13 @@ class Engine:
         self._sources_s = now_s + SOURCES_EVERY_S
         host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
         document = await self._calls.json("/kv_event_sources")
+        named, left_out_count = event_sources(document)
+        if left_out_count:
+            problem = "%s names %d sources of events that cannot be used: an endpoint is tcp://HOST:PORT"
+            self.warnings.warn(problem, self.name, left_out_count)
         sources = [
             (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
-            for rank, events, replay, topic in event_sources(document)
+            for rank, events, replay, topic in named
         ]
         if document is not None:
             self.blocks.found(sources)
@@ -227,7 +234,7 @@ class Engine:
         try:
             report = await computed(partial(read_metrics, said), is_long=len(said) > HERE_BYTES_MAX)
         except ValueError as error:
-            _log.warning("metrics of %s cannot be read: %s", self.name, error)
+            self.warnings.warn("metrics of %s cannot be read: %.300r", self.name, error)
             return
         if report.started_at != self.report.started_at and self.report.started_at is not None:
             self._process_ended()
@@ -251,7 +258,7 @@ class Engine:
         try:
             await self._calls.compute_token(next(iter(self.models)))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            _log.info("%s gives no first token: %r", self.name, error)
+            _log.info("%s gives no first token: %.300r", self.name, error)
 
     async def _read_models(self) -> None:
         document = await self._calls.json("/v1/models")
@@ -274,11 +281,12 @@ def model_of(said: object) -> Mapping[str, Any] | None:
     return {name: value for name, value in found.items() if len(str(value)) <= TEXT_MAX}
 
 
-def event_sources(document: object) -> list[Source]:
-    """Rank, endpoint, replay endpoint and topic of each rank, of what vLLM's `/kv_event_sources` answers. Others than
-    TCP endpoints are left out.
+def event_sources(document: object) -> tuple[list[Source], int]:
+    """Rank, endpoint, replay endpoint and topic of each rank, of what vLLM's `/kv_event_sources` answers, and the
+    number of ranks that are left out, because their endpoint is none of TCP or there are too many.
     """
     found: list[Source] = []
+    left_out_count = 0
     ranks = (
         {int(rank): each for rank, each in document.items() if _RANK.fullmatch(str(rank))}
         if isinstance(document, dict)
@@ -288,10 +296,17 @@ def event_sources(document: object) -> list[Source]:
         if not isinstance(source, dict) or not source.get("enable_kv_cache_events"):
             continue
         events, replay, topic = source.get("endpoint"), source.get("replay_endpoint"), source.get("topic")
-        if isinstance(events, str) and events.startswith("tcp://") and len(found) < RANKS_MAX:
-            is_tcp = isinstance(replay, str) and replay.startswith("tcp://")
-            found.append((rank, events, replay if is_tcp else None, topic if isinstance(topic, str) else ""))
-    return found
+        if not is_endpoint(events) or len(found) == RANKS_MAX:
+            left_out_count += 1
+            continue
+        found.append((rank, events, replay if is_endpoint(replay) else None, topic if isinstance(topic, str) else ""))
+    return found, left_out_count
+
+
+def is_endpoint(said: object) -> TypeGuard[str]:
+    """Whether it may be a TCP endpoint. Logs have it, so it has no line ends and not any length."""
+    is_text = isinstance(said, str) and len(said) <= ENDPOINT_CHARACTERS_MAX and said.isprintable()
+    return is_text and str(said).startswith("tcp://")
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, FeedTurns
 from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
@@ -24,15 +25,17 @@ class EngineBlocks:
         known: Mapping[str, KnownBatch] | None,
         log: FeedLog | None,
         turns: FeedTurns | None,
+        warnings: RareWarnings | None = None,
     ) -> None:
         """`known` are the last batches of the ranks that are in the index, by their names there. `turns` are those of
-        all engines' events.
+        all engines' events, and `warnings` those of this engine.
         """
         self._name = name
         self._index = index
         self._known = known or {}
         self._log = log
         self._turns = turns or FeedTurns()
+        self._warnings = warnings
         self.feeds: dict[str, EventsFeed] = {}
         """By the names under which the index knows the engine's data-parallel ranks."""
         self.ranks: dict[str, int] = {}
@@ -84,7 +87,7 @@ class EngineBlocks:
             name = index_name(self._name, rank)
             self._index.add_engine(name, len(sources))
             known = self._known.get(name)
-            feed = EventsFeed(name, self._index, events, replay, topic, known, self._log, self._turns)
+            feed = EventsFeed(name, self._index, events, replay, topic, known, self._log, self._turns, self._warnings)
             self.feeds[name], self.ranks[name] = feed, rank
             self._listeners.append(asyncio.create_task(feed.run()))
 

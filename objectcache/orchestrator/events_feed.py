@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.threads import computed
 from objectcache.adapters.zmtp import FrameLimits, ZmtpConnection, bound, connected
 from objectcache.orchestrator.rules.kv_events import (
@@ -121,8 +122,11 @@ class EventsFeed:
         known: KnownBatch | None = None,
         log: FeedLog | None = None,
         turns: FeedTurns | None = None,
+        warnings: RareWarnings | None = None,
     ) -> None:
+        """`warnings` are those of the engine: it may have a new feed as often as it likes."""
         self._turns = turns or FeedTurns()
+        self._warnings = warnings or RareWarnings(_log)
         self._engine = engine
         self._index = index
         self._events = events
@@ -146,8 +150,8 @@ class EventsFeed:
             try:
                 await self._listen()
             except Exception as error:  # whatever an engine sends must not end its feed
-                level = logging.DEBUG if self._is_told else logging.WARNING
-                _log.log(level, "events of %s from %s: %r", self._engine, self._events, error)
+                if not self._is_told:
+                    self._warnings.warn("events of %s from %.300r: %.300r", self._engine, self._events, error)
                 self._is_told = True
                 await asyncio.sleep(self._reconnect_s)
                 self._reconnect_s = min(2 * self._reconnect_s, RECONNECT_S_MAX)
@@ -282,7 +286,7 @@ class EventsFeed:
                         yield number, await self._decoded(frames[-1])
                     await asyncio.sleep(0)
         except (TimeoutError, OSError) as error:
-            _log.info("%s replays nothing more from batch %d on: %r", self._engine, first, error)
+            _log.info("%s replays nothing more from batch %d on: %.300r", self._engine, first, error)
 
     async def _take(self, number: int, batch: Batch) -> None:
         is_first = self._order.expected is None
@@ -326,7 +330,8 @@ class EventsFeed:
         """Go on behind this batch, without what was in it."""
         self.wrong_count += 1
         if self.status is not FeedStatus.DEGRADED:
-            _log.warning("events of %s: %s; what is known of it counts for %d s more", self._engine, why, DEGRADED_S)
+            problem = "events of %s: %.300r; what is known of it counts for %d s more"
+            self._warnings.warn(problem, self._engine, why, DEGRADED_S)
             self._degraded_s = time.monotonic()
         self.status = FeedStatus.DEGRADED
         self._order.took(number, 0.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from nixl_client.client import Client
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.session.retries import Retries
 from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.rules.engine_metrics import Published
 from objectcache.orchestrator.rules.openai_requests import TokenIds
 from objectcache.orchestrator.rules.prediction import StoredPrefix
@@ -48,8 +48,6 @@ ACTIVE_MAX = 2 * THREADS
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
-WARN_EVERY_S = 60.0
-"""A refusal comes with every prompt."""
 LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
 """The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
 _T = TypeVar("_T")
@@ -82,7 +80,7 @@ class StoreLookups:
         self._stores: OrderedDict[str, Client] = OrderedDict()
         self._kinds: OrderedDict[LookupKey, _Kind] = OrderedDict()
         self._active_count = 0
-        self._warned_s = -math.inf
+        self._warnings = RareWarnings(_log)
         self.count = 0
         self.failure_count = 0
 
@@ -97,7 +95,7 @@ class StoreLookups:
             store = self._store(self._settings.endpoint or published.endpoint)
         except ValueError as error:  # an engine may publish anything
             self.failure_count += 1
-            _log.warning("a store that cannot be asked: %s", error)
+            self._warnings.warn("a store that cannot be asked: %.300r", error)
             return None
         if kind.breaker.is_open(time.monotonic()):
             return None
@@ -139,14 +137,12 @@ class StoreLookups:
         except CallerError as error:  # what an engine published is wrong: the store is well, and others ask it
             kind.breaker.succeeded()
             self.failure_count += 1
-            if time.monotonic() - self._warned_s > WARN_EVERY_S:
-                self._warned_s = time.monotonic()
-                _log.warning("a lookup for the bucket %s was refused: %s", published.bucket, error)
+            self._warnings.warn("a lookup for the bucket %.300r was refused: %.300r", published.bucket, error)
             return None
         except Exception as error:  # an answer may be anything
             self.failure_count += 1
             kind.breaker.failed(time.monotonic())
-            _log.warning("a lookup failed: %r", error)
+            self._warnings.warn("a lookup failed: %.300r", error)
             return None
         kind.breaker.succeeded()
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.meter import Meter
@@ -12,7 +11,6 @@ from objectcache.orchestrator.router import Router
 UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
 CHECKS_MAX = 1024
-_log = logging.getLogger(__name__)
 
 
 class TokenChecks:
@@ -51,7 +49,7 @@ class TokenChecks:
         engine.unmatched_count = 0 if has_come else engine.unmatched_count + 1
         if engine.unmatched_count == UNMATCHED_MAX:
             self._meter.mismatched()
-            _log.warning(
+            engine.warnings.warn(
                 "the blocks of %d prompts in a row did not show in the events of %s: the tokens that requests are"
                 " routed by are not the engine's own; is the tokenizer of its model?",
                 UNMATCHED_MAX,

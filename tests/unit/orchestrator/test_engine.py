@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import aiohttp
@@ -13,6 +14,7 @@ from objectcache.orchestrator.engine_calls import EngineCalls
 from objectcache.orchestrator.rules.liveness import FAILURES_MAX, EngineStatus
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings
+from tests.support.waiting import settled
 
 
 def source(port: int, **changes: Any) -> dict[str, Any]:
@@ -23,17 +25,40 @@ def source(port: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_ranks_come_in_the_order_of_their_numbers() -> None:
-    found = event_sources({str(rank): source(rank) for rank in (0, 10, 11, 2, 1)})
+    found, _ = event_sources({str(rank): source(rank) for rank in (0, 10, 11, 2, 1)})
     assert [rank for rank, *_ in found] == [0, 1, 2, 10, 11]
 
 
 @pytest.mark.parametrize(
     "document",
     [None, [], "x", {"0": 5}, {"x": source(1)}, {"0": source(1, enable_kv_cache_events=False)},
-     {"0": source(1, endpoint="ipc:///etc/passwd")}, {"0": source(1, endpoint=5)}],
+     {"0": source(1, endpoint="ipc:///etc/passwd")}, {"0": source(1, endpoint=5)},
+     {"0": source(1, endpoint="tcp://*:1\n2026-11-28 WARNING forged")},
+     {"0": source(1, endpoint="tcp://" + "a" * 256)}],
 )  # fmt: skip
 def test_what_names_no_reachable_events_is_left_out(document: object) -> None:
-    assert event_sources(document) == []
+    assert event_sources(document)[0] == []
+
+
+def test_what_is_left_out_is_counted_so_that_somebody_is_told() -> None:
+    found, left_out_count = event_sources({"0": source(1), "1": source(1, endpoint="ipc:///x"), "2": source(2)})
+    assert ([rank for rank, *_ in found], left_out_count) == ([0, 2], 1)
+
+
+async def test_an_engine_writes_no_lines_of_its_own_and_few_of_any(caplog: pytest.LogCaptureFixture) -> None:
+    """One that named other endpoints each second wrote 22 GB a day, and lines that looked like ours."""
+    engine = Engine(EngineSettings("http://a"), cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0)
+    for at in range(8):  # refused at once; the feed of an engine that names other endpoints is a new one
+        engine.blocks.found([(0, f"tcp://no port {at}\nWARNING forged", None, "")])
+        await settled()
+    for _ in range(100):
+        engine.failed("500 Bad\nWARNING forged" + "x" * 5000, is_certain=True)
+        engine.liveness.ejected_until_s = 0.0
+    await engine.blocks.stop()
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 2
+    assert max(map(len, told)) < 1000
+    assert not any("\n" in each for each in told)
 
 
 def test_an_endpoint_on_every_address_is_reached_at_the_engines() -> None:
