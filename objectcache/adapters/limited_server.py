@@ -28,6 +28,7 @@ from objectcache.adapters.deadlines import (
 )
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.pieces import InPieces, ParsingTurns, WaitingBytes
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.response_sink import cut
 from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, SlowBodies
 
@@ -56,6 +57,7 @@ class LimitedServer(web.Server):
     def __init__(self, handler: Handler, refuse: Refuse, limits: ConnectionLimits) -> None:
         super().__init__(_watched(handler), handler_cancellation=True)
         self.refuse = refuse
+        self.warnings = RareWarnings(_log)
         files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.connections_max = max(1, min(limits.connections_max, int(FILES_FRACTION * files_max)))
         if self.connections_max < limits.connections_max:
@@ -89,7 +91,7 @@ class LimitedServer(web.Server):
             connection.end_slow_body()
         if slowest:
             problem = "%d connections have requests: ended %d whose bodies come at less than %d bytes/s"
-            _log.warning(problem, self.open_count - 1, len(slowest), LEAST_BODY_BYTES_PER_S)
+            self.warnings.warn(problem, self.open_count - 1, len(slowest), LEAST_BODY_BYTES_PER_S)
         return bool(slowest)
 
 
@@ -146,7 +148,7 @@ class Connection(InPieces, web.RequestHandler):
         self._wire = wire
         is_full = server.open_count - server.slow.ending_count > server.connections_max
         if is_full and not server.makes_place(self._clock.time()):
-            _log.warning("%d connections have requests: refused one more", server.open_count - 1)
+            server.warnings.warn("%d connections have requests: refused one more", server.open_count - 1)
             wire.abort()
             return
         super().connection_made(transport)
@@ -225,7 +227,10 @@ class Connection(InPieces, web.RequestHandler):
             if data and type(each) is StreamReader:  # without data a reader may be at work on its pieces
                 _join(each)
         if self._is_broken and body is not None and not body.is_eof():
-            body.set_exception(web.RequestPayloadError("the body is not well-formed"))  # nobody else tells its reader
+            if self._http is None:
+                self._leave_body(body)
+            else:  # nobody else tells its reader
+                body.set_exception(web.RequestPayloadError("the body is not well-formed"))
         if self._messages or (body is not None and body.is_eof()):
             self._watch.request_begun()  # what comes next is a body, or may be the rest of a head that has begun
 
@@ -239,9 +244,16 @@ class Connection(InPieces, web.RequestHandler):
         if not self._messages:  # else a head has come, and its body may come before its handler runs
             self._watch.request_ended()
         self._http = None
+        if self._is_broken and self._body is not None:
+            self._leave_body(self._body)
         self._limited.slow.note(self, None)
         if self._wire is not None:
             self._limited.idle[self] = None
+
+    def _leave_body(self, body: StreamReader) -> None:
+        """Only aiohttp still reads a body that is not well-formed. It would write the error into the log."""
+        body.feed_eof()
+        self.close()
 
     def handle_error(
         self,

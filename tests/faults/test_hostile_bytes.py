@@ -29,9 +29,11 @@ def refused(error: ObjectCacheError) -> web.Response:
 
 @asynccontextmanager
 async def echoing() -> AsyncIterator[tuple[str, int, LimitedServer]]:
-    """A server that answers with what it got."""
+    """A server that answers with what it got, except at /refused, where it reads nothing."""
 
     async def handle(http: web.BaseRequest) -> web.Response:
+        if http.path == "/refused":
+            return web.Response(status=401)
         try:
             return web.Response(body=await http.content.read())
         except web.RequestPayloadError as error:
@@ -229,6 +231,28 @@ async def test_garbage_within_a_chunked_body_is_refused_once() -> None:
             said += part
         assert b" 400 " in said
         writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/", b"/refused"])
+@pytest.mark.parametrize("garbage", [b"ZZ\r\n", b"0\r\nno colon\r\n\r\n"])
+async def test_garbage_within_a_refused_body_ends_the_connection_and_is_not_logged(
+    path: bytes, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger had 440 bytes written into the log for each 86 bytes."""
+    async with echoing() as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"PUT " + path + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        if path == b"/refused":
+            said = await reader.readuntil(b"\r\n\r\n")
+        else:
+            await until(lambda: bool(server.connections) and not server.idle)
+            said = b""
+        writer.write(garbage)
+        said += await reader.read()
+        assert said.count(b"HTTP/1.") == 1
+        writer.close()
+        await until(lambda: not server.connections)
+        assert "Unhandled exception" not in caplog.text
 
 
 async def test_garbage_behind_a_request_is_refused_once_and_kept_nowhere() -> None:
