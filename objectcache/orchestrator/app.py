@@ -17,11 +17,13 @@ from objectcache.orchestrator.administration import administer
 from objectcache.orchestrator.answering import Answering
 from objectcache.orchestrator.answers import Refusal
 from objectcache.orchestrator.pages import status_pages
+from objectcache.orchestrator.relay import HeldBytes, send_whole
 from objectcache.orchestrator.rules.cross_origin import answer_headers, preflight_headers
 from objectcache.orchestrator.rules.openai_requests import PASSED_ON, RequestKind
 from objectcache.orchestrator.service import Orchestrator
 
 ADMINISTRATION = "/_orchestrator/"
+JSON_TYPE = "application/json; charset=utf-8"
 _log = logging.getLogger(__name__)
 
 
@@ -89,10 +91,18 @@ async def answer(kind: RequestKind, parts: Orchestrator, http: web.BaseRequest) 
     return await Answering(parts, http, kind).answer()
 
 
-async def models(parts: Orchestrator, http: web.BaseRequest) -> web.Response:
+async def models(parts: Orchestrator, http: web.BaseRequest) -> web.StreamResponse:
     """The models of all engines."""
-    parts.access.tenant(http)
-    return web.json_response({"object": "list", "data": parts.roster.models()})
+    held = HeldBytes(parts.answers, parts.access.tenant(http).name)
+    body = parts.roster.models_body()
+    if not held.take(len(body)):
+        problem = "answers that clients have not read use all the memory they may have"
+        raise Refusal(503, problem, code="too_busy", retry_after_s=1)
+    headers = {"Content-Type": JSON_TYPE, **answer_headers(parts.settings.cors_origins, http.headers)}
+    try:
+        return await send_whole(http, web.Response(body=body, headers=headers))
+    finally:
+        held.drop()
 
 
 async def health(parts: Orchestrator, _: web.BaseRequest) -> web.Response:

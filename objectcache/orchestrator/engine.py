@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -42,6 +43,7 @@ PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 _RANK = re.compile("[0-9]{1,4}")
 MODELS_MAX, TEXT_MAX = 1000, 1024
+MODELS_BYTES_MAX = 32 << 10
 ENDPOINT_CHARACTERS_MAX = 256
 _log = logging.getLogger(__name__)
 
@@ -264,10 +266,29 @@ class Engine:
         document = await self._calls.json("/v1/models")
         entries = document.get("data") if isinstance(document, dict) else None
         if isinstance(entries, list):
-            found = {each["id"]: each for each in map(model_of, entries[:MODELS_MAX]) if each is not None}
-            self.models = found
+            found, left_out_count = models_of(entries)
+            if left_out_count:
+                problem = "%s names too many models: %d are left out behind the first %d KiB"
+                self.warnings.warn(problem, self.name, left_out_count, MODELS_BYTES_MAX >> 10)
+            if found != self.models:
+                self.models = found
             self._refused = {model: False for model in self._refused if model in found}
             self._models_s = time.monotonic()
+
+
+def models_of(entries: Sequence[object]) -> tuple[dict[str, Mapping[str, Any]], int]:
+    """The descriptions of an engine's models by their names, of MODELS_BYTES_MAX in JSON, and the number of those that
+    are left out. Everybody who asks for the models of all engines gets them.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    nbytes = 0
+    for count, each in enumerate(map(model_of, entries)):
+        nbytes += 0 if each is None else len(json.dumps(each))
+        if nbytes > MODELS_BYTES_MAX or count == MODELS_MAX:
+            return found, len(entries) - count
+        if each is not None:
+            found[each["id"]] = each
+    return found, 0
 
 
 def model_of(said: object) -> Mapping[str, Any] | None:

@@ -167,7 +167,7 @@ async def send_whole(http: web.BaseRequest, answer: web.Response) -> web.StreamR
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=answer.headers)
     response.content_length = len(body)
     await response.prepare(http)
-    for piece in pieces_of(body):  # at once the connection would hold it a second time
+    for piece in pieces_of(b"" if http.method == "HEAD" else body):  # at once the connection would hold it twice
         await response.write(piece)
     await response.write_eof()
     return response

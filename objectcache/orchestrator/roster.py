@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_not
 from typing import Any
 
 from objectcache.orchestrator.engine import Engine
@@ -15,6 +18,9 @@ class Roster:
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
+        self._told: list[Mapping[str, Mapping[str, Any]]] = []
+        """The models of each engine that `_models_body` tells of."""
+        self._models_body = _body_of({})
 
     def is_serving(self, model: str = "") -> bool:
         """Whether some engine takes requests, for this model where one is named."""
@@ -39,13 +45,15 @@ class Roster:
             for engine in self._engines.values()
         )
 
-    def models(self) -> list[Mapping[str, Any]]:
-        """The models of all engines, each once."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for engine in self._engines.values():
-            for name, document in engine.models.items():
-                found.setdefault(name, document)
-        return list(found.values())
+    def models_body(self) -> bytes:
+        """The answer with the models of all engines, each once. All who ask share it until the models change."""
+        models = [engine.models for engine in self._engines.values()]
+        if len(models) != len(self._told) or any(map(is_not, models, self._told)):
+            found: dict[str, Mapping[str, Any]] = {}
+            for name, card in chain.from_iterable(each.items() for each in models):
+                found.setdefault(name, card)
+            self._told, self._models_body = models, _body_of(found)
+        return self._models_body
 
     def identity(self, model: str) -> str:
         """The weights behind a model's name, as its engines say; empty where no engine is known to have the model. An
@@ -65,3 +73,7 @@ class Roster:
     def _decoding(self, model: str) -> list[Engine]:
         engines = self._engines.values()
         return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
+
+
+def _body_of(models: Mapping[str, Mapping[str, Any]]) -> bytes:
+    return json.dumps({"object": "list", "data": list(models.values())}).encode()

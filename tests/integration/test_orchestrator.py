@@ -447,6 +447,25 @@ async def test_two_hundred_at_once_all_get_their_own_answers() -> None:
             assert text == "".join(words(prompts[at]))
 
 
+async def test_the_models_are_told_while_answers_have_memory() -> None:
+    """Thousands of clients that did not read took memory beside all budgets."""
+    settings = replace(QUICK, cors_origins=("https://chat.example",))
+    origin = {"Origin": "https://chat.example"}
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        await until(lambda: all(engine.models for engine in bed.orchestrator.engines.values()))
+        answer = await bed.ask("GET", "/v1/models", headers=origin)
+        assert [each["id"] for each in answer.json()["data"]] == ["canned"]
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        head = await bed.ask("HEAD", "/v1/models")
+        assert (head.status, head.body) == (200, b"")
+        answers = bed.orchestrator.answers
+        assert answers.held_bytes == 0
+        for at in range(24):  # each tenant may have half of what is left
+            answers.take(str(at), (settings.bodies_bytes_max - answers.held_bytes) // 2)
+        refused = await bed.ask("GET", "/v1/models")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+
+
 async def test_metrics_count_what_was_done() -> None:
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         await bed.complete(PROMPT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, cast
 
 import aiohttp
 import pytest
 
-from objectcache.orchestrator.engine import Engine, event_sources, reachable
+from objectcache.orchestrator.engine import MODELS_BYTES_MAX, Engine, event_sources, models_of, reachable
 from objectcache.orchestrator.engine_blocks import index_name
 from objectcache.orchestrator.engine_calls import EngineCalls
 from objectcache.orchestrator.rules.liveness import FAILURES_MAX, EngineStatus
@@ -59,6 +60,14 @@ async def test_an_engine_writes_no_lines_of_its_own_and_few_of_any(caplog: pytes
     assert len(told) == 2
     assert max(map(len, told)) < 1000
     assert not any("\n" in each for each in told)
+
+
+def test_the_models_of_one_engine_are_bounded_in_bytes() -> None:
+    cards = [{"id": f"model {at}", "root": "x" * 1000} for at in range(100)]
+    found, left_out_count = models_of([None, *cards])
+    assert len(found) + left_out_count == 100
+    assert MODELS_BYTES_MAX - 1100 < sum(len(json.dumps(card)) for card in found.values()) <= MODELS_BYTES_MAX
+    assert models_of([None, *cards[:9]]) == ({card["id"]: card for card in cards[:9]}, 0)
 
 
 def test_an_endpoint_on_every_address_is_reached_at_the_engines() -> None:
