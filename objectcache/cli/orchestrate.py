@@ -203,7 +203,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")) or len(text) > 512:
+    if not text.startswith(("http://", "https://")) or len(text) > 512 or "#" in text:
         raise ConfigError(f"--engine {text}: must be http://HOST:PORT")
     if urlsplit(text).path.strip("/"):
         raise ConfigError(f"--engine {text}: must be http://HOST:PORT, without {urlsplit(text).path}")

@@ -64,7 +64,8 @@ class Metadata:
             db.execute("DELETE FROM engines WHERE name = ?", (name,))
             db.execute("DELETE FROM sessions WHERE engine = ?", (name,))
             for table, column in (("entries", "engine"), ("sources", "source")):
-                db.execute(f"DELETE FROM {table} WHERE {column} = ? OR {column} GLOB ?", (name, f"{name}#*"))
+                is_rank = f"substr({column}, 1, length(?2)) = ?2"  # GLOB would read a name as a pattern
+                db.execute(f"DELETE FROM {table} WHERE {column} = ?1 OR {is_rank}", (name, f"{name}#"))
 
     def engines(self) -> list[RegisteredEngine]:
         """All engines, in the order in which they came."""

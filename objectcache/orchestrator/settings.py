@@ -47,8 +47,8 @@ class EngineSettings:
     token_us: float | None = None
 
     def __post_init__(self) -> None:
-        if "#" in self.name:
-            raise ValueError("name: # is for the ranks of an engine")
+        if "#" in self.name + self.url:
+            raise ValueError("name and url: # is for the ranks of an engine")
         if self.events is not None and self.events.startswith(BIND) and len(self.topic) < SECRET_TOPIC_CHARACTERS_MIN:
             problem = (
                 f"events: {BIND} lets anybody send events who reaches the port; it needs a topic of at least"
@@ -128,6 +128,8 @@ def _is_plain_address(url: str) -> bool:
 
 def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
     """The settings of an engine that is registered by JSON. Raises ValueError."""
+    if not isinstance(document, Mapping):
+        raise ValueError("an engine must be a JSON object")
     known = {each.name for each in dataclasses.fields(EngineSettings)}
     if unknown := set(document) - known:
         raise ValueError(f"{', '.join(sorted(unknown))}: not known; an engine has {', '.join(sorted(known))}")

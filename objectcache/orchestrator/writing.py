@@ -98,7 +98,7 @@ class Writing:
         for each in self.metadata.engines():
             try:
                 found.append((engine_settings(json.loads(each.settings)), each.is_draining))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 _log.warning("the engine %s of the metadata cannot be read: %s", each.name, error)
         return found
 

@@ -125,6 +125,8 @@ def test_an_engine_is_registered_without_a_path() -> None:
     assert engine_settings({"url": "http://127.0.0.1:8000/"}).url == "http://127.0.0.1:8000"
     with pytest.raises(ValueError, match="ranks of an engine"):
         engine_settings({"url": "http://127.0.0.1:8000", "name": "a#1"})
+    with pytest.raises(ValueError, match="ranks of an engine"):
+        engine_settings({"url": "http://127.0.0.1:8000#"})
     with pytest.raises(ValueError, match="without /v1"):
         engine_settings({"url": "http://127.0.0.1:8000/v1"})
 

@@ -51,6 +51,19 @@ def test_an_engine_that_is_removed_takes_its_blocks_and_sessions_with_it(tmp_pat
     metadata.close()
 
 
+@pytest.mark.parametrize(("name", "other"), [("http://[::1]:8000", "http://1:8000#1"), ("*", "good#1"), ("a_", "ab#1")])
+def test_names_of_engines_are_no_patterns(name: str, other: str, tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    names = (name, f"{name}#1", other)
+    metadata.blocks.note([CacheEntry(each, b"p", b"n") for each in names])
+    for each in names:
+        metadata.blocks.note_source(each, (1, 1.0), [], [], is_cleared=False)
+    metadata.remove_engine(name)
+    assert [each.engine for each in metadata.blocks.all()] == [other]
+    assert list(metadata.blocks.batches()) == [other]
+    metadata.close()
+
+
 def test_a_name_is_one_engines_and_an_engine_may_come_again(tmp_path: Path) -> None:
     metadata = Metadata(tmp_path)
     metadata.add_engine(ENGINE)

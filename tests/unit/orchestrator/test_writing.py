@@ -124,10 +124,9 @@ async def test_more_ranks_of_an_engine_than_there_can_be_keep_no_start_from_goin
     assert len(again.metadata.blocks.batches()) == RANKS_MAX
 
 
-async def test_an_engine_that_cannot_be_read_keeps_no_start_from_going_on(made: Writing) -> None:
+@pytest.mark.parametrize("unread", ['{"url": "http://later", "of_a_later_release": 1}', "[]", "5", "[" * 20_000])
+async def test_an_engine_that_cannot_be_read_keeps_no_start_from_going_on(made: Writing, unread: str) -> None:
     await made.add_engine(EngineSettings("http://good", "good"))
-    made.metadata.add_engine(
-        RegisteredEngine("http://later", "later", '{"url": "http://later", "of_a_later_release": 1}')
-    )
+    made.metadata.add_engine(RegisteredEngine("http://later", "later", unread))
     assert [settings.label for settings, _ in made.engines()] == ["good"]
     assert [each.name for each in made.metadata.engines()] == ["good", "later"]
