@@ -137,13 +137,23 @@ class Fleet:
                 await self._writing.remove_engine(name)
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
-        """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
-        settings = self.engines[name].settings
+        """Send an engine no new requests, or send them again, to the end, whether the caller waits for it or not.
+        Raises KeyError, MetadataError.
+        """
         if name in self._of_registry and self._registry is not None:
-            await self._registry.add(settings, is_draining=is_wanted)
-        elif self._writing is not None:
-            await self._writing.drain(name, is_wanted=is_wanted)
-        if name in self.engines:
+            await self._registry.add(self.engines[name].settings, is_draining=is_wanted)
+            if name in self.engines:
+                self._drained(name, is_wanted=is_wanted)
+            return
+        await to_end(asyncio.ensure_future(self._wish_kept(name, is_wanted=is_wanted)))
+
+    async def _wish_kept(self, name: str, *, is_wanted: bool) -> None:
+        """Write the wish down first, and no registration may write an earlier one down meanwhile."""
+        async with self._changing:
+            if name not in self.engines:
+                raise KeyError(name)
+            if self._writing is not None:
+                await self._writing.drain(name, is_wanted=is_wanted)
             self._drained(name, is_wanted=is_wanted)
 
     def follow(self, engines: Engines) -> None:

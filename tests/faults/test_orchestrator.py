@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -29,7 +30,7 @@ from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAUL
 from objectcache.orchestrator.settings import EngineSettings, Role
 from objectcache.orchestrator.token_checks import UNMATCHED_MAX
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
-from tests.support.waiting import LIMIT_S, until
+from tests.support.waiting import LIMIT_S, settled, until
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
@@ -668,6 +669,33 @@ async def test_an_engine_that_is_registered_anew_is_never_away(tmp_path: Path, m
         assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 201
         assert bed.orchestrator.engines["a"].liveness.is_draining
         assert [is_draining for _, is_draining in writing.engines()] == [True]
+
+
+async def test_a_registration_does_not_undo_a_drain_of_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote the earlier wish down: after the next start the engine got requests again."""
+    async with canned(1, FAST) as engines, orchestrated([], replace(QUICK, data=tmp_path), is_waiting=False) as bed:
+        document = {"url": engines[0].url, "name": "a"}
+        fleet, writing = bed.orchestrator.fleet, bed.orchestrator.writing
+        await fleet.register(document)
+        assert writing is not None
+        has_begun, goes_on, add_engine = asyncio.Event(), asyncio.Event(), writing.add_engine
+
+        async def added(*arguments: Any, **options: Any) -> None:
+            has_begun.set()
+            await goes_on.wait()
+            await add_engine(*arguments, **options)
+
+        monkeypatch.setattr(writing, "add_engine", added)
+        anew = asyncio.create_task(fleet.register({**document, "requests_max": 3}))
+        await has_begun.wait()
+        draining = asyncio.create_task(fleet.drain("a", is_wanted=True))
+        await settled()
+        goes_on.set()
+        await asyncio.gather(anew, draining)
+        assert [is_draining for _, is_draining in writing.engines()] == [True]
+        assert fleet.engines["a"].liveness.is_draining
 
 
 async def test_a_wish_that_cannot_be_written_down_changes_nothing(
