@@ -201,7 +201,9 @@ class Fleet:
         self._begin(settings, None if self._writing is None else await self._writing.warm(settings.label))
 
     async def _replace(self, settings: EngineSettings) -> None:
-        """An engine that is known has other settings: it is never away, and what it holds is to be said anew."""
+        """An engine that is known has other settings: it is never away, and what it holds is to be said anew. At the
+        same address it still has the requests that were sent to it.
+        """
         before = self.engines[settings.label]
         if before.settings == settings:
             return
@@ -210,7 +212,10 @@ class Fleet:
                 self._writing.cleared(each)
         watch = self._end(settings.label)
         self._begin(settings, None)
-        self.engines[settings.label].liveness.drain(is_wanted=before.liveness.is_draining)
+        engine = self.engines[settings.label]
+        engine.liveness.drain(is_wanted=before.liveness.is_draining)
+        if engine.url == before.url:
+            before.books.requests_max, engine.books = engine.books.requests_max, before.books
         await asyncio.gather(watch, return_exceptions=True)
 
     async def _leave(self, name: str) -> None:

@@ -671,6 +671,23 @@ async def test_an_engine_that_is_registered_anew_is_never_away(tmp_path: Path, m
         assert [is_draining for _, is_draining in writing.engines()] == [True]
 
 
+async def test_an_engine_that_is_registered_anew_still_has_its_requests() -> None:
+    """Those that ran there counted as nothing, so it looked idle and got the requests of all."""
+    slow = replace(FAST, output_s=10.0)
+    async with canned(1, slow) as engines, orchestrated([]) as bed:
+        fleet, document = bed.orchestrator.fleet, {"url": engines[0].url, "name": "a"}
+        await fleet.register(document)
+        stream = {"model": "canned", "prompt": PROMPT, "stream": True}
+        async with bed.http.post(f"{bed.url}/v1/completions", json=stream) as answer:
+            assert await answer.content.readany()
+            before = fleet.engines["a"]
+            await fleet.register({**document, "requests_max": 3})
+            engine = fleet.engines["a"]
+            assert engine is not before
+            assert (engine.books.active_count, engine.books.requests_max) == (1, 3)
+        await until(lambda: engine.books.active_count == 0)
+
+
 async def test_a_registration_does_not_undo_a_drain_of_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
