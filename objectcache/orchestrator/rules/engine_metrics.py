@@ -48,7 +48,7 @@ COUNTS = {
 }
 """The most that each counts."""
 ANSWERS_MIN = 16
-"""Of fewer answers no mean is told."""
+"""Fewer answers say nothing of the mean."""
 _WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 _LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*".encode(), re.MULTILINE)
 
