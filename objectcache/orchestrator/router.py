@@ -254,9 +254,9 @@ class Router:
         elsewhere.
         """
         load, room = engine.books.load(now_s), engine.report.kv_tokens
-        if room is None:
-            return load
         need_tokens = prompt_tokens + engine.report.output_tokens(allowed_tokens)
+        if room is None or load.tokens + need_tokens <= room:
+            return load
         return load._replace(queue_s=max(load.queue_s, engine.books.room_wait_s(need_tokens, room, now_s)))
 
     def _prefill_count(self) -> int:
