@@ -43,7 +43,7 @@ PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 _RANK = re.compile("[0-9]{1,4}")
 MODELS_MAX, TEXT_MAX = 1000, 1024
-MODELS_BYTES_MAX = 32 << 10
+MODELS_BYTES_MAX = 256 << 10
 ENDPOINT_CHARACTERS_MAX = 256
 _log = logging.getLogger(__name__)
 

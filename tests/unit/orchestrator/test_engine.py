@@ -63,9 +63,9 @@ async def test_an_engine_writes_no_lines_of_its_own_and_few_of_any(caplog: pytes
 
 
 def test_the_models_of_one_engine_are_bounded_in_bytes() -> None:
-    cards = [{"id": f"model {at}", "root": "x" * 1000} for at in range(100)]
+    cards = [{"id": f"model {at}", "root": "x" * 1000} for at in range(400)]
     found, left_out_count = models_of([None, *cards])
-    assert len(found) + left_out_count == 100
+    assert len(found) + left_out_count == 400
     assert MODELS_BYTES_MAX - 1100 < sum(len(json.dumps(card)) for card in found.values()) <= MODELS_BYTES_MAX
     assert models_of([None, *cards[:9]]) == ({card["id"]: card for card in cards[:9]}, 0)
 
