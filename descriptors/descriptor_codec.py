@@ -333,7 +333,14 @@ def _read_accept(reader: _Reader) -> Accept:
 def _read_portion(reader: _Reader, chunk_count: int) -> Portion:
     index, count, whole, first_layer, attempt = _PORTION.unpack(reader.take(_PORTION.size, "portion"))
     positions = np.frombuffer(reader.take(4 * chunk_count, "portion.positions"), dtype="<u4").tolist()
-    return Portion(index, count, whole, tuple(positions), first_layer, attempt)
+    return Portion(
+        index=index,
+        count=count,
+        chunk_count=whole,
+        positions=tuple(positions),
+        first_layer=first_layer,
+        attempt=attempt,
+    )
 
 
 def _read_target(reader: _Reader) -> RdmaTarget:

@@ -227,7 +227,14 @@ def parse_lookup(body: bytes) -> LookupRequest:
         accept = parse_accept(model.accept, model.element, model.max_error)
     except CallerError as error:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, error.message, field=error.field) from None
-    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept, model.tiers, model.each)
+    return LookupRequest(
+        chunk_keys=tuple(model.chunk_keys),
+        lease_s=model.lease_s,
+        compute=compute,
+        accept=accept,
+        tiers=model.tiers,
+        each=model.each,
+    )
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
@@ -238,15 +245,15 @@ def parse_registration(body: bytes) -> AgentRegistration:
     if model.agent_id is not None:
         require_name(model.agent_id, "agent_id")
     return AgentRegistration(
-        _metadata(model.metadata) or b"",
-        _regions(model.regions),
-        model.lifetime_s,
-        model.shm_ticket,
-        model.host_id,
-        model.shm_tickets,
-        model.agent_id,
-        tuple(model.members),
-        model.downlink_bytes_per_s,
+        metadata=_metadata(model.metadata) or b"",
+        regions=_regions(model.regions),
+        lifetime_s=model.lifetime_s,
+        shm_ticket=model.shm_ticket,
+        host_id=model.host_id,
+        shm_tickets=model.shm_tickets,
+        agent_id=model.agent_id,
+        members=tuple(model.members),
+        downlink_bytes_per_s=model.downlink_bytes_per_s,
     )
 
 

@@ -141,10 +141,20 @@ def decode_notice(data: bytes) -> Notice:
 def _decode_body(kind: int, body: bytes, request_id: str, part: int, parts: int) -> Notice:
     if kind == 0:
         mode, chunk_count, rate, epoch = _ADMITTED.unpack(body)
-        return Admitted(request_id, _MODE_CODES[mode], chunk_count, rate, epoch, part, parts)
+        return Admitted(
+            request_id=request_id,
+            mode=_MODE_CODES[mode],
+            chunk_count=chunk_count,
+            rate_bytes_per_s=rate,
+            epoch=epoch,
+            part=part,
+            parts=parts,
+        )
     if kind == 1:
         layer_index, offset, nbytes = _LAYER_READY.unpack(body)
-        return LayerReady(request_id, layer_index, offset, nbytes, part, parts)
+        return LayerReady(
+            request_id=request_id, layer_index=layer_index, offset=offset, nbytes=nbytes, part=part, parts=parts
+        )
     if kind == 2:
         layer_index, chunk_index = _FAILED.unpack(body)
         return Failed(request_id, layer_index, chunk_index, part, parts)

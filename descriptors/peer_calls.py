@@ -178,7 +178,17 @@ def _read_off(role: str, method: str) -> PeerCall:
         form, result_type = CallForm.READ, ReadHead
     document = next((name for name in names if types[name] in DOCUMENTS), None)
     bucket, key = (_place(named, {name: types[name] for name in names}) for named in ("bucket", "key"))
-    return PeerCall(role, method, form, names, types, result_type, document, bucket, key)
+    return PeerCall(
+        role=role,
+        method=method,
+        form=form,
+        names=names,
+        types=types,
+        result_type=result_type,
+        document=document,
+        bucket=bucket,
+        key=key,
+    )
 
 
 def _place(name: str, types: Mapping[str, Any]) -> tuple[str, ...]:

@@ -101,7 +101,14 @@ def parse_token(text: str) -> RdmaToken | None:
         path = ObjectPath(model.path)
     except ValueError:
         raise bad_token("path must be direct or buffer") from None
-    return RdmaToken(model.agent_id, model.region_id, model.offset, model.length, model.request_id, path)
+    return RdmaToken(
+        agent_id=model.agent_id,
+        region_id=model.region_id,
+        offset=model.offset,
+        length=model.length,
+        request_id=model.request_id,
+        path=path,
+    )
 
 
 def bad_token(problem: str) -> CallerError:

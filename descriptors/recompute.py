@@ -164,7 +164,14 @@ def advise(matched: int, request: AdviceRequest, offered_bytes_per_s: float = 0.
         plans[Choice.PREFIX] = (held + shorter + 1, (Delivery.CHUNK_MAJOR, Delivery.LAYER_MAJOR)[way])
     choice = min(ttft_s, key=ttft_s.__getitem__)
     chunk_count, delivery = plans[choice]
-    return Advice(choice, chunk_count, delivery, ttft_s, _break_even(request, recompute_s, computes_s), rate)
+    return Advice(
+        choice=choice,
+        chunk_count=chunk_count,
+        delivery=delivery,
+        ttft_s=ttft_s,
+        break_even_bytes_per_s=_break_even(request, recompute_s, computes_s),
+        rate_bytes_per_s=rate,
+    )
 
 
 def loadable_chunks(matched: int, request: AdviceRequest) -> int:

@@ -80,12 +80,12 @@ def parse_compute(fields: dict[str, object], refuse: Refuse) -> AdviceRequest:
         problem = "is not a JSON object" if first["type"] == "model_type" else f"is not acceptable: {first['msg']}"
         raise refuse(field, problem) from None
     return AdviceRequest(
-        model.context_tokens,
-        ChunkLayout(model.num_layers, model.chunk_tokens, model.per_layer_chunk_bytes),
-        _prefill(model, refuse),
-        model.bytes_per_s or 0.0,
-        _costs(model.costs.layer_major),
-        _costs(model.costs.chunk_major),
+        context_tokens=model.context_tokens,
+        layout=ChunkLayout(model.num_layers, model.chunk_tokens, model.per_layer_chunk_bytes),
+        prefill=_prefill(model, refuse),
+        bytes_per_s=model.bytes_per_s or 0.0,
+        layer_major=_costs(model.costs.layer_major),
+        chunk_major=_costs(model.costs.chunk_major),
     )
 
 
@@ -131,12 +131,12 @@ def advice_from_fields(fields: Mapping[str, Any]) -> Advice:
     """The inverse of `advice_fields`. Raises KeyError and ValueError for anything else."""
     delivery = fields["delivery"]
     return Advice(
-        Choice(fields["choice"]),
-        int(fields["chunks"]),
-        None if delivery is None else Delivery(delivery),
-        {Choice(name): float(seconds) for name, seconds in fields["ttft_s"].items()},
-        fields["break_even_bytes_per_s"],
-        fields["rate_bytes_per_s"],
+        choice=Choice(fields["choice"]),
+        chunk_count=int(fields["chunks"]),
+        delivery=None if delivery is None else Delivery(delivery),
+        ttft_s={Choice(name): float(seconds) for name, seconds in fields["ttft_s"].items()},
+        break_even_bytes_per_s=fields["break_even_bytes_per_s"],
+        rate_bytes_per_s=fields["rate_bytes_per_s"],
     )
 
 

@@ -195,18 +195,18 @@ class Gateway:
             return await self._told(operation, trace)
         request = replace(request, headers=without_chunk_coding(request.headers))
         call = Call(
-            operation,
-            request,
-            http,
-            claim,
-            self._storage,
-            trace,
-            self._documents,
-            self._settings,
-            key,
-            credential,
-            form,
-            self._held_forms,
+            operation=operation,
+            request=request,
+            http=http,
+            claim=claim,
+            storage=self._storage,
+            trace=trace,
+            documents=self._documents,
+            settings=self._settings,
+            signing_key=key,
+            credential=credential,
+            form=form,
+            held_forms=self._held_forms,
         )
         return await HANDLERS[operation](call)
 
@@ -320,9 +320,20 @@ class Gateway:
 def _line(trace: RequestTrace, status: int) -> RequestLine:
     nbytes = trace.nbytes if status < 400 else 0
     return RequestLine(
-        "gateway", trace.request_id, trace.operation, status, nbytes, trace.timing(),
-        trace.trace_id, trace.bucket, trace.key, trace.code, trace.client, trace.access_key, trace.facts,
-    )  # fmt: skip
+        by="gateway",
+        request_id=trace.request_id,
+        operation=trace.operation,
+        status=status,
+        nbytes=nbytes,
+        timing=trace.timing(),
+        trace_id=trace.trace_id,
+        bucket=trace.bucket,
+        key=trace.key,
+        code=trace.code,
+        client=trace.client,
+        access_key=trace.access_key,
+        facts=trace.facts,
+    )
 
 
 def _refusal(method: str, raw_path: str, error: ObjectCacheError, context: xml.ErrorContext) -> web.Response:

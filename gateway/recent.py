@@ -35,7 +35,14 @@ class RecentFailures:
     def note(self, at: float, request_id: str, operation: str, bucket: str, status: int, code: str) -> None:
         """Keep a failure, and forget the oldest of its kind."""
         most = NAME_CHARACTERS_MAX
-        failure = Failure(at, request_id[:most], operation[:most], bucket[:most], status, code[:most])
+        failure = Failure(
+            at=at,
+            request_id=request_id[:most],
+            operation=operation[:most],
+            bucket=bucket[:most],
+            status=status,
+            code=code[:most],
+        )
         (self._own if status >= 500 else self._wrong).append(failure)
 
     def told(self) -> list[dict[str, Any]]:

@@ -108,7 +108,14 @@ class Client:
         if not 1 <= http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}, not {http_connections!r}")
         self.bucket = bucket
-        self.http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s, retries)
+        self.http = SignedHttp(
+            endpoint=endpoint,
+            access_key=access_key,
+            secret_key=secret_key,
+            region=region,
+            timeout_s=timeout_s,
+            retries=retries,
+        )
         """Signed requests to the server, for paths that no method here has: its status and metrics."""
         self._fetch_timeout_s = fetch_timeout_s
         self._http_fetches = HttpFetches(self.http, http_connections)

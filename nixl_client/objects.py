@@ -77,7 +77,14 @@ class _Move:
     def result(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
         timing = split_time(time.monotonic() - self.began_s, headers, body_s)
         with understood():
-            return ObjectMoved(nbytes, path, headers["etag"].strip('"'), headers, self.request_id, timing)
+            return ObjectMoved(
+                nbytes=nbytes,
+                path=path,
+                etag=headers["etag"].strip('"'),
+                headers=headers,
+                request_id=self.request_id,
+                timing=timing,
+            )
 
 
 class BufferInUseError(ServerError):
@@ -261,7 +268,14 @@ class ObjectPaths:
         region_id = move.registered.region_id
 
         def send(agent_id: str) -> Stream:
-            token = RdmaToken(agent_id, region_id, offset, length, move.request_id, _TOKEN_PATHS[path])
+            token = RdmaToken(
+                agent_id=agent_id,
+                region_id=region_id,
+                offset=offset,
+                length=length,
+                request_id=move.request_id,
+                path=_TOKEN_PATHS[path],
+            )
             with_token = {**headers, TOKEN_HEADER: encode_token(token)}
             return self._http.stream(method, self._path_of(key), timeout_s=move.timeout_s, headers=with_token)
 

@@ -107,7 +107,14 @@ def descriptor_of(
         on_missing=on_missing,
         delivery=whole.delivery if mode is None else Delivery(mode.value),
         version=EXTENDED_VERSION,
-        portion=Portion(index, count, whole.chunk_count, positions, first_layer, attempt),
+        portion=Portion(
+            index=index,
+            count=count,
+            chunk_count=whole.chunk_count,
+            positions=positions,
+            first_layer=first_layer,
+            attempt=attempt,
+        ),
     )
 
 

@@ -60,7 +60,14 @@ async def put_object(call: Call) -> web.StreamResponse:
     attributes = new_attributes(request.headers)
     condition = write_condition(request.headers)
     upload = call.upload()
-    put = PutRequest(request.bucket, request.key, upload.nbytes, attributes, upload.checksum, condition)
+    put = PutRequest(
+        bucket=request.bucket,
+        key=request.key,
+        nbytes=upload.nbytes,
+        attributes=attributes,
+        checksum=upload.checksum,
+        condition=condition,
+    )
     info = await call.storage.objects.put_object(call.access_key, put, upload.body)
     return web.Response(headers=await stored_headers_of(call, request.bucket, info))
 

@@ -79,7 +79,14 @@ async def put_from(call: Call, token: RdmaToken) -> web.StreamResponse:
     if call.claim.body_sha256 not in (None, _EMPTY_SHA256):
         problem = "x-amz-content-sha256 must be UNSIGNED-PAYLOAD or the SHA-256 of nothing"
         raise CallerError(ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, problem, field="x-amz-content-sha256")
-    put = PutRequest(request.bucket, request.key, token.length, attributes, plan.checksum, condition)
+    put = PutRequest(
+        bucket=request.bucket,
+        key=request.key,
+        nbytes=token.length,
+        attributes=attributes,
+        checksum=plan.checksum,
+        condition=condition,
+    )
     stored = await call.storage.prefixes.put_object_from(call.access_key, put, token, plan.digests)
     call.trace.moved(stored.moved)
     headers = await stored_headers_of(call, request.bucket, stored.info)

@@ -80,7 +80,14 @@ def parse_target(method: str, target: str, headers: Mapping[str, str], domains: 
         name, _, value = part.partition("=")
         query.append((_decode(name), _decode(value)))
     host_bucket = bucket_from_host(headers.get("host"), domains)
-    return S3Request(method, _decode(raw_path), tuple(query), headers, raw_path, host_bucket)
+    return S3Request(
+        method=method,
+        path=_decode(raw_path),
+        query=tuple(query),
+        headers=headers,
+        raw_path=raw_path,
+        host_bucket=host_bucket,
+    )
 
 
 def without_chunk_coding(headers: Mapping[str, str]) -> dict[str, str]:

@@ -279,7 +279,15 @@ def _claim(
     signed_headers = tuple(fields["SignedHeaders"].split(";"))
     if list(signed_headers) != sorted(set(signed_headers)) or any(name != name.lower() for name in signed_headers):
         raise malformed("SignedHeaders must be lower-case, sorted and each named once")
-    return Claim(access_key, scope, date, signed_headers, fields["Signature"], payload_hash, presigned_s)
+    return Claim(
+        access_key=access_key,
+        scope=scope,
+        date=date,
+        signed_headers=signed_headers,
+        signature=fields["Signature"],
+        payload_hash=payload_hash,
+        presigned_s=presigned_s,
+    )
 
 
 def _check_scope(claim: Claim, region: str) -> None:

@@ -204,7 +204,12 @@ class SignedHttp:
         """Requests of the same account, to be closed by themselves, with a budget of their own for retries."""
         account, retries = self.account, self.retries.copy()
         return SignedHttp(
-            account.address.url, account.access_key, account.secret_key, account.region, self.timeout_s, retries
+            endpoint=account.address.url,
+            access_key=account.access_key,
+            secret_key=account.secret_key,
+            region=account.region,
+            timeout_s=self.timeout_s,
+            retries=retries,
         )
 
     def close(self) -> None:

@@ -137,7 +137,16 @@ def full_link_plan(runs: int) -> LinkPlan:
 def smoke_link_plan(runs: int) -> LinkPlan:
     """Whether it works, not how fast."""
     points = (PaperPoint("4K", 0.5, 32 * KIB), PaperPoint("64K", 0.875, 64 * KIB))
-    return LinkPlan(runs, runs, ChunkLayout(4, 16, 16 * KIB), 2, 2, points, 0.001, (0.5, 1.0, 2.0))
+    return LinkPlan(
+        runs=runs,
+        sweep_runs=runs,
+        layout=ChunkLayout(4, 16, 16 * KIB),
+        together=2,
+        together_chunks=2,
+        points=points,
+        compute_s_max=0.001,
+        factors=(0.5, 1.0, 2.0),
+    )
 
 
 def link_row(

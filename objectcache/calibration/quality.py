@@ -146,12 +146,12 @@ def compared(logits: torch.Tensor, exact: torch.Tensor, labels: torch.Tensor) ->
     log_mine, log_theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
     predicted = mine.argmax(-1)
     return ScoredAnswers(
-        (predicted == wanted).numpy(),
-        (predicted == theirs.argmax(-1)).numpy(),
-        -log_mine.gather(-1, wanted[:, None])[:, 0].numpy(),
-        (log_theirs.exp() * (log_theirs - log_mine)).sum(-1).numpy(),
-        predicted.numpy(),
-        -log_theirs.gather(-1, wanted[:, None])[:, 0].numpy(),
+        right=(predicted == wanted).numpy(),
+        same=(predicted == theirs.argmax(-1)).numpy(),
+        nll=-log_mine.gather(-1, wanted[:, None])[:, 0].numpy(),
+        kl=(log_theirs.exp() * (log_theirs - log_mine)).sum(-1).numpy(),
+        predicted=predicted.numpy(),
+        exact_nll=-log_theirs.gather(-1, wanted[:, None])[:, 0].numpy(),
     )
 
 

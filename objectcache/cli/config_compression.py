@@ -77,6 +77,10 @@ class CompressionConfig(Model):
             by_name[name]: CodecFigures(each.quality, each.decoded_bytes_per_s) for name, each in self.codecs.items()
         }
         return UtilitySettings(
-            said or DEFAULT_CODECS, class_qualities, self.alpha_s, self.memory_bytes_per_s, self.home_bytes_per_s,
-            self.half_life_s,
-        )  # fmt: skip
+            codecs=said or DEFAULT_CODECS,
+            class_qualities=class_qualities,
+            alpha_s=self.alpha_s,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            home_bytes_per_s=self.home_bytes_per_s,
+            half_life_s=self.half_life_s,
+        )

@@ -159,7 +159,14 @@ class BucketConfig(Model):
     def cache(self) -> CacheSettings:
         """The settings. Raises ValueError."""
         replaces = self.lossy == "replace"
-        return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s, replaces, self.max_error)
+        return CacheSettings(
+            bucket=self.name,
+            capacity_bytes=self.capacity_bytes,
+            eviction=self.eviction,
+            ttl_s=self.ttl_s,
+            replaces=replaces,
+            max_error=self.max_error,
+        )
 
 
 class SchedulerConfig(Model):

@@ -49,7 +49,14 @@ def client_findings(options: argparse.Namespace) -> Iterator[Finding]:
     if reached[0].state is FindingState.PROBLEM:
         return
     access_key, secret_key = keys_of(options.credentials)
-    signed = SignedHttp(endpoint, access_key, secret_key, region(), ANSWER_S, Retries(1))
+    signed = SignedHttp(
+        endpoint=endpoint,
+        access_key=access_key,
+        secret_key=secret_key,
+        region=region(),
+        timeout_s=ANSWER_S,
+        retries=Retries(1),
+    )
     try:
         yield _version(signed)
     finally:

@@ -111,7 +111,14 @@ class ServingNode:
         waits = tuple(wait for wait in cache.waits if wait is not None)
         tokens = decode(self.subject, logits, cache) if is_whole else []
         return ModelAnswer(
-            logits, tokens, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits
+            logits=logits,
+            tokens=tokens,
+            started_s=started_s,
+            lookup_ended_s=lookup_ended_s,
+            forward_started_s=forward_started_s,
+            finished_s=finished_s,
+            spans=tuple(spans),
+            waits=waits,
         )
 
 

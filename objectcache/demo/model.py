@@ -101,7 +101,9 @@ def pretrained(source: str, document: str) -> Subject:
     def text_of(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
-    return Subject(name, "", model, prompts[0], prompts[1], text_of)
+    return Subject(
+        name=name, weights="", model=model, first_prompt=prompts[0], second_prompt=prompts[1], text_of=text_of
+    )
 
 
 ANSWER_TOKENS = 32
@@ -128,7 +130,12 @@ def seeded(chunk_count: int) -> Subject:
     document = list(read_document().encode()[: chunk_count * CHUNK_TOKENS])
     prompts = [document + list(f"\n{question}\n".encode()) for question in (FIRST_QUESTION, SECOND_QUESTION)]
     return Subject(
-        "seeded-llama", "seeded random weights", model, prompts[0], prompts[1], lambda tokens: repr(bytes(tokens))
+        name="seeded-llama",
+        weights="seeded random weights",
+        model=model,
+        first_prompt=prompts[0],
+        second_prompt=prompts[1],
+        text_of=lambda tokens: repr(bytes(tokens)),
     )
 
 

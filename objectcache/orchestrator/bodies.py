@@ -163,12 +163,12 @@ class Bodies:
             except WrongRequestError as error:
                 raise Refusal(400, str(error), param=error.field) from None
         order = Order(
-            kind,
-            {name: value for name in READ_HEADERS if (value := http.headers.get(name))},
-            tenant.name,
-            self._settings.tenant_salts,
-            scope_of(self._access.forwarded(http, "")),
-            self._keeps_answers and len(raw) <= KEPT_REQUEST_BYTES_MAX,
+            kind=kind,
+            headers={name: value for name in READ_HEADERS if (value := http.headers.get(name))},
+            tenant=tenant.name,
+            has_salt=self._settings.tenant_salts,
+            scope=scope_of(self._access.forwarded(http, "")),
+            with_key=self._keeps_answers and len(raw) <= KEPT_REQUEST_BYTES_MAX,
         )
         try:
             return await self._readers.read(raw, order)

@@ -81,7 +81,9 @@ class Engine:
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
         self._calls = EngineCalls(http, self.url, probe_timeout_s, headers)
         self.warnings = RareWarnings(_log)
-        self.blocks = EngineBlocks(self.name, index, known, log, turns, self.warnings)
+        self.blocks = EngineBlocks(
+            name=self.name, index=index, known=known, log=log, turns=turns, warnings=self.warnings
+        )
         self._poll_s = poll_s
         self._sources_s = 0.0
         self.watchers = EngineWatchers()

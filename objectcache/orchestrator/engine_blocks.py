@@ -87,7 +87,17 @@ class EngineBlocks:
             name = index_name(self._name, rank)
             self._index.add_engine(name, len(sources))
             known = self._known.get(name)
-            feed = EventsFeed(name, self._index, events, replay, topic, known, self._log, self._turns, self._warnings)
+            feed = EventsFeed(
+                engine=name,
+                index=self._index,
+                events=events,
+                replay=replay,
+                topic=topic,
+                known=known,
+                log=self._log,
+                turns=self._turns,
+                warnings=self._warnings,
+            )
             self.feeds[name], self.ranks[name] = feed, rank
             self._listeners.append(asyncio.create_task(feed.run()))
 

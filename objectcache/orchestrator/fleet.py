@@ -227,16 +227,16 @@ class Fleet:
     def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
         name = settings.label
         engine = self.engines[name] = Engine(
-            settings,
-            self._http,
-            self._index,
-            self._settings.poll_s,
-            self._settings.probe_timeout_s,
-            known,
-            self._writing,
-            self._engine_headers,
-            partial(self._is_up, name),
-            self._turns,
+            settings=settings,
+            http=self._http,
+            index=self._index,
+            poll_s=self._settings.poll_s,
+            probe_timeout_s=self._settings.probe_timeout_s,
+            known=known,
+            log=self._writing,
+            headers=self._engine_headers,
+            on_up=partial(self._is_up, name),
+            turns=self._turns,
         )
         self._watches[name] = asyncio.create_task(engine.run())
 

@@ -120,7 +120,14 @@ class Router:
             receipt.lookup_s = time.monotonic() - began_s
         stored = dict(zip(wanted, found, strict=True))
         kinds = {(self._block_tokens(engine), engine.adapter(asked.model)) for engine in self._engines.values()}
-        return Prompt(tokens, asked.model, asked.salt, stored, {}, CHAIN_BLOCKS_MAX // max(1, len(kinds)))
+        return Prompt(
+            tokens=tokens,
+            model=asked.model,
+            salt=asked.salt,
+            stored=stored,
+            chains={},
+            blocks_max=CHAIN_BLOCKS_MAX // max(1, len(kinds)),
+        )
 
     def decide(
         self,
@@ -181,7 +188,17 @@ class Router:
         predicted_s = prediction.ttft_s if is_known else 0.0
         has_load = is_known and prediction.load_tokens > 0
         work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
-        engine.books.send(SentRequest(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
+        engine.books.send(
+            SentRequest(
+                request_id=request_id,
+                tokens=tokens,
+                work_s=work_s,
+                predicted_s=predicted_s,
+                sent_s=now_s,
+                is_stream=asked.is_stream,
+                has_load=has_load,
+            )
+        )
         if prompt is not None and asked.is_generating and routed.index_name in engine.blocks.names:
             chain = self._chain(engine, prompt)
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.blocks.is_live else APPROXIMATE_S)

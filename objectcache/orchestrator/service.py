@@ -93,7 +93,14 @@ class Orchestrator:
         self.tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), self.readers)
         """Decisions about long prompts take milliseconds each, and many requests may be woken at once."""
         places_max = settings.admission.active_max
-        self.router = Router(self.engines, self.index, self.policy, self._lookups, self.orders.pins, places_max)
+        self.router = Router(
+            engines=self.engines,
+            index=self.index,
+            policy=self.policy,
+            lookups=self._lookups,
+            pins=self.orders.pins,
+            places_max=places_max,
+        )
         self.token_checks = TokenChecks(self.router, self.meter)
         self.dispatch = Dispatch(
             self._http, self.readers, settings.first_byte_timeout_s, settings.stream_idle_timeout_s

@@ -362,10 +362,16 @@ class Simulation:
         running.outcome = len(self._outcomes)
         self._outcomes.append(
             Outcome(
-                request.at_s, now_s - request.at_s, at, held, loaded, request.prompt_tokens - held - loaded,
-                running.predicted_s, running.attempt_count,
+                at_s=request.at_s,
+                ttft_s=now_s - request.at_s,
+                engine=at,
+                held_tokens=held,
+                loaded_tokens=loaded,
+                computed_tokens=request.prompt_tokens - held - loaded,
+                predicted_s=running.predicted_s,
+                attempt_count=running.attempt_count,
             )
-        )  # fmt: skip
+        )
         self._hold(engine, self._names[at], request.blocks)
         self._keep(request.blocks)
         engine.advance(now_s)

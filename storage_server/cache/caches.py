@@ -115,15 +115,15 @@ class Cache:
         """The cache as a status tells it, with its largest models."""
         models = nlargest(MODELS_MAX, self.models.copy().items(), key=lambda item: item[1].nbytes)
         return CacheStatus(
-            self.bucket or "",
-            self.capacity_bytes,
-            used_bytes,
-            object_count,
-            self.evicted_count,
-            self.evicted_bytes,
-            self.eviction_age_s,
-            self.read_bytes,
-            {label: (use.objects, use.nbytes) for label, use in models},
+            bucket=self.bucket or "",
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=used_bytes,
+            object_count=object_count,
+            evicted_count=self.evicted_count,
+            evicted_bytes=self.evicted_bytes,
+            eviction_age_s=self.eviction_age_s,
+            read_bytes=self.read_bytes,
+            models={label: (use.objects, use.nbytes) for label, use in models},
         )
 
 
@@ -149,17 +149,17 @@ def former_entry(row: CachedRow) -> Entry:
     has_marks = PIN_TAG in text or PREFIX_HEADER in text or LAYOUT_HEADER in text
     pin, is_shared, is_replaceable = _marks_of(text) if has_marks else NO_MARKS
     return Entry(
-        row.version,
-        _room_of(row.nbytes),
-        modified_at,
-        modified_at if used_at is None or used_at < modified_at else used_at,
-        row.use_count or 1,
-        row.parent,
-        pin,
-        row.leased_until,
-        bool(row.is_dirty),
-        is_shared,
-        is_replaceable,
+        version=row.version,
+        nbytes=_room_of(row.nbytes),
+        modified_at=modified_at,
+        used_at=modified_at if used_at is None or used_at < modified_at else used_at,
+        use_count=row.use_count or 1,
+        parent=row.parent,
+        pinned_until=pin,
+        leased_until=row.leased_until,
+        is_dirty=bool(row.is_dirty),
+        is_shared=is_shared,
+        is_replaceable=is_replaceable,
     )
 
 

@@ -68,9 +68,13 @@ class Evictor(Watcher):
         self._io = IoThreads(1)
         self._wake = asyncio.Event()
         self._day = TimeOfDay(time.time(), time.monotonic())
-        self.caches = CacheSet(caches, space, bound, self._want, growth, free_bytes)
+        self.caches = CacheSet(
+            settings=caches, space=space, bound=bound, want=self._want, growth=growth, free_bytes=free_bytes
+        )
         self.news = News(self.caches, self._now)
-        self.written = WrittenUses(self.caches, self.news, self._io, change, self._day, self._want)
+        self.written = WrittenUses(
+            caches=self.caches, news=self.news, io=self._io, change=change, day=self._day, wake=self._want
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.evictions = Evictions(self.caches, self.news, self._io, change, self._now)
         self.replacements: Replacements | None = None

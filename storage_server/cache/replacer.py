@@ -121,7 +121,14 @@ class Replacer:
             async with self._writer.received(len(made.data), algorithm, made) as (part, pending), may_leave() as may:
                 if not may:
                     return True
-                info = ObjectInfo(before.key, part.nbytes, part.etag, time.time(), made.attributes, part.checksum)
+                info = ObjectInfo(
+                    key=before.key,
+                    nbytes=part.nbytes,
+                    etag=part.etag,
+                    modified_at=time.time(),
+                    attributes=made.attributes,
+                    checksum=part.checksum,
+                )
 
                 def publish(tx: Transaction) -> bool:
                     return transaction.replace_version(tx, bucket, made.before, info, part)

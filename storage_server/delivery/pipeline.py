@@ -118,9 +118,15 @@ def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> Delivery
         start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
         return replace(start, forms=delivery.forms)
     return DeliveryStart(
-        request_id, plan.mode, portion.chunk_count, plan.delivery_bytes, grant, portion.index, portion.count,
-        delivery.forms,
-    )  # fmt: skip
+        request_id=request_id,
+        mode=plan.mode,
+        chunk_count=portion.chunk_count,
+        delivery_bytes=plan.delivery_bytes,
+        grant=grant,
+        portion=portion.index,
+        portions=portion.count,
+        forms=delivery.forms,
+    )
 
 
 def _plan(

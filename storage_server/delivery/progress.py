@@ -61,19 +61,19 @@ class Progress:
     def status(self, now_s: float) -> DeliveryStatus:
         """The delivery as a status tells it."""
         return DeliveryStatus(
-            self.request_id,
-            self.bucket,
-            self.transport,
-            "" if self.mode is None else self.mode.value,
-            self.began_at,
-            (now_s if self._ended_s is None else self._ended_s) - self.began_s,
-            self.nbytes,
-            self.sent_bytes,
-            self.group_count,
-            "".join(self._groups),
-            self.rate_bytes_per_s,
-            None if self._compute_s is None else self.stalled_s,
-            self.outcome,
+            request_id=self.request_id,
+            bucket=self.bucket,
+            transport=self.transport,
+            mode="" if self.mode is None else self.mode.value,
+            began_at=self.began_at,
+            elapsed_s=(now_s if self._ended_s is None else self._ended_s) - self.began_s,
+            nbytes=self.nbytes,
+            sent_bytes=self.sent_bytes,
+            group_count=self.group_count,
+            groups="".join(self._groups),
+            rate_bytes_per_s=self.rate_bytes_per_s,
+            stalled_s=None if self._compute_s is None else self.stalled_s,
+            outcome=self.outcome,
         )
 
 

@@ -347,6 +347,10 @@ def _whole(extent: Extent) -> Extent:
     if not isinstance(extent, ComingExtent):
         return extent
     return Extent(
-        extent.file_id, extent.offset, extent.nbytes, bytes(extent.arrival.words), extent.object_offset,
-        extent.content_class,
-    )  # fmt: skip
+        file_id=extent.file_id,
+        offset=extent.offset,
+        nbytes=extent.nbytes,
+        checksums=bytes(extent.arrival.words),
+        object_offset=extent.object_offset,
+        content_class=extent.content_class,
+    )

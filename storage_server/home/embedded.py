@@ -86,46 +86,53 @@ class EmbeddedStore:
         mark = Mark(settings.data_dir, FOLDER)
         self._marked = mark.read()
         self.committer = Committer(
-            index,
-            settings.durability,
-            disk,
-            self._dispose,
-            self.files.punch,
-            settings.punch_delay_s,
-            resolved,
-            mark,
-            self.space,
-            self._note_changes,
+            path=index,
+            durability=settings.durability,
+            disk=disk,
+            dispose=self._dispose,
+            punch=self.files.punch,
+            punch_delay_s=settings.punch_delay_s,
+            resolved=resolved,
+            mark=mark,
+            space=self.space,
+            on_changes=self._note_changes,
         )
         self.segments = Segments(self.files, disk, settings.packed_bytes_max, self.space, self.committer.consider)
         self.reader = IndexReader(index)
         whole = () if settings.upstream is None else (CacheSettings(None, eviction=settings.eviction),)
         self.evictor = Evictor(
-            (*settings.caches, *whole),
-            self.space,
-            self.bound,
-            self.reader,
-            partial(self.change, frees=True),
-            self.committer.sync_soon,
-            growth_of(settings.scheduler.profiles),
-            partial(disk.free_bytes, settings.data_dir),
-            self.slow_readers.keep_others_out,
+            caches=(*settings.caches, *whole),
+            space=self.space,
+            bound=self.bound,
+            reader=self.reader,
+            change=partial(self.change, frees=True),
+            sync_soon=self.committer.sync_soon,
+            growth=growth_of(settings.scheduler.profiles),
+            free_bytes=partial(disk.free_bytes, settings.data_dir),
+            readers_withhold=self.slow_readers.keep_others_out,
         )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
-        self.bodies = BodyWriter(self.segments, disk, settings.durability, share, self._io, self.bound)
+        self.bodies = BodyWriter(
+            segments=self.segments,
+            disk=disk,
+            durability=settings.durability,
+            share=share,
+            io=self._io,
+            bound=self.bound,
+        )
         self._body_reader = BodyReader(self.files.open, share, self._io)
         self.objects = Objects(
-            self.reader,
-            self.files,
-            self._body_reader,
-            resolved,
-            self.committer,
-            self.bodies,
-            self._io,
-            settings.object_bytes_max,
-            self.evictor,
-            self.slow_readers,
+            index=self.reader,
+            files=self.files,
+            reader=self._body_reader,
+            resolved=resolved,
+            committer=self.committer,
+            writer=self.bodies,
+            io=self._io,
+            object_bytes_max=settings.object_bytes_max,
+            watcher=self.evictor,
+            readers=self.slow_readers,
         )
         self.chunks = EmbeddedChunks(self.objects, self.files)
         self.replacer: Replacer | None = None
@@ -133,19 +140,24 @@ class EmbeddedStore:
             self.replacer = Replacer(settings.compression, self.objects, self.files, self.bodies, self.committer)
             self.evictor.replace_with(self.replacer, settings.caches)
         self.uploads = Uploads(
-            self.reader, self.committer, self.bodies, settings.object_bytes_max, self.objects, self.evictor
+            reader=self.reader,
+            committer=self.committer,
+            bodies=self.bodies,
+            part_bytes_max=settings.object_bytes_max,
+            objects=self.objects,
+            watcher=self.evictor,
         )
         self.compactor = Compactor(
-            settings.data_dir,
-            self.reader,
-            self.committer,
-            self.segments,
-            self.files,
-            disk,
-            self._io,
-            self.bound,
-            settings.compact_live_fraction_max,
-            self._is_busy,
+            directory=settings.data_dir,
+            reader=self.reader,
+            committer=self.committer,
+            segments=self.segments,
+            files=self.files,
+            disk=disk,
+            io=self._io,
+            bound=self.bound,
+            live_fraction_max=settings.compact_live_fraction_max,
+            is_busy=self._is_busy,
         )
         # workers read locations for longer than they can be kept for them; what nobody deletes must not go under them
         dedup = Dedup.OFF if settings.punch_delay_s else settings.dedup

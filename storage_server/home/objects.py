@@ -77,7 +77,14 @@ class UpstreamObjects(UpstreamBuckets):
         """
         sent, hashes = await self._sent(request, body, None)
         etag = sent.etag or hashes.etag
-        return ObjectInfo(request.key, request.nbytes, etag, sent.modified_at, request.attributes, hashes.checksum)
+        return ObjectInfo(
+            key=request.key,
+            nbytes=request.nbytes,
+            etag=etag,
+            modified_at=sent.modified_at,
+            attributes=request.attributes,
+            checksum=hashes.checksum,
+        )
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
         """Put an object, with its proof in a header."""
@@ -274,7 +281,14 @@ def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
     """
     modified_at = answer["LastModified"].timestamp() if "LastModified" in answer else time.time()
     etag = etag_of(answer.get("ETag"))
-    return ObjectInfo(key, nbytes, etag, float(int(modified_at)), Attributes(), checksum_of(answer))
+    return ObjectInfo(
+        key=key,
+        nbytes=nbytes,
+        etag=etag,
+        modified_at=float(int(modified_at)),
+        attributes=Attributes(),
+        checksum=checksum_of(answer),
+    )
 
 
 def decoding(found: Mapping[str, Any]) -> Callable[[str], str]:

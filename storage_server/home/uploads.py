@@ -161,11 +161,11 @@ def _upload_info(upload_id: str, key: str, found: Mapping[str, Any]) -> UploadIn
     algorithm, kind = found.get("ChecksumAlgorithm"), found.get("ChecksumType")
     initiated = found.get("Initiated")
     return UploadInfo(
-        upload_id,
-        key,
-        0.0 if initiated is None else initiated.timestamp(),
-        found.get("Owner", {}).get("ID", ""),
-        found.get("StorageClass", STANDARD),
-        None if not algorithm else ChecksumAlgorithm(algorithm),
-        None if not kind else ChecksumType(kind),
+        upload_id=upload_id,
+        key=key,
+        initiated_at=0.0 if initiated is None else initiated.timestamp(),
+        owner=found.get("Owner", {}).get("ID", ""),
+        storage_class=found.get("StorageClass", STANDARD),
+        checksum=None if not algorithm else ChecksumAlgorithm(algorithm),
+        checksum_type=None if not kind else ChecksumType(kind),
     )

@@ -116,13 +116,27 @@ class UpstreamHome:
         self.tiers = further_tiers(settings, cache.settings.data_dir, plain, own, copies)
         landings = (each.landing(settings.landing_bytes) for each in self.tiers)
         landing = next((each for each in landings if each is not None), None) or Landing(settings.landing_bytes)
-        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, landing, self.tiers)
+        self.fetches = Fetches(
+            objects=plain,
+            cache=cache,
+            locks=locks,
+            requests_max=settings.fetches_max,
+            landing=landing,
+            tiers=self.tiers,
+        )
         accepts = settings.write is Write.BACK
         self.write_back = WriteBack(plain, cache, locks, self._stop_copies, settings.uploads_max, accepts=accepts)
         self.cache = cache
         self.objects = CachedObjects(plain, nbytes_max, self)
         self.uploads = CachedUploads(self.service.uploads, self)
-        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own, self.is_lost)
+        self.chunks = UpstreamChunks(
+            objects=plain,
+            cache=cache,
+            fetches=self.fetches,
+            forget=self._forget_versions,
+            own=own,
+            is_lost=self.is_lost,
+        )
         self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
@@ -222,7 +236,14 @@ class UpstreamHome:
             async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
                 sending = send_stored(self.service.objects, request, stored, proof)
                 sent = await self.changing(bucket, [key], sending)
-                info = ObjectInfo(key, request.nbytes, sent.etag, sent.modified_at, request.attributes, part.checksum)
+                info = ObjectInfo(
+                    key=key,
+                    nbytes=request.nbytes,
+                    etag=sent.etag,
+                    modified_at=sent.modified_at,
+                    attributes=request.attributes,
+                    checksum=part.checksum,
+                )
 
                 def publish(tx: Transaction) -> None:
                     transaction.ensure_bucket(tx, bucket, time.time())

@@ -167,7 +167,12 @@ class WriteBack:
         await self._require_bucket(bucket)
         async with self._cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             info = ObjectInfo(
-                request.key, request.nbytes, part.etag, float(int(time.time())), request.attributes, part.checksum
+                key=request.key,
+                nbytes=request.nbytes,
+                etag=part.etag,
+                modified_at=float(int(time.time())),
+                attributes=request.attributes,
+                checksum=part.checksum,
             )
 
             def publish(tx: Transaction) -> int:

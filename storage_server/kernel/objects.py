@@ -122,7 +122,14 @@ class Objects(Reads):
             reserved_in(bounds, request.nbytes),
             self._writer.received(request.nbytes, request.checksum, body, bounds) as (part, pending),
         ):
-            info = ObjectInfo(request.key, request.nbytes, part.etag, self.now_s(), request.attributes, part.checksum)
+            info = ObjectInfo(
+                key=request.key,
+                nbytes=request.nbytes,
+                etag=part.etag,
+                modified_at=self.now_s(),
+                attributes=request.attributes,
+                checksum=part.checksum,
+            )
 
             def publish(tx: Transaction) -> None:
                 transaction.require_same_bucket(tx.db, request.bucket, created_at)

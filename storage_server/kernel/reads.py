@@ -68,7 +68,14 @@ class Reads:
         problem = "too much is being read: the checksums of all of it find no room in memory"
         self._checksums = SharedRoom(CHECKSUMS_BYTES_MAX, CHECKSUMS_BYTES_MAX // 4, problem)
         self.damaged = DamagedObjects()
-        self.prefixes = PrefixReads(index, files, resolved, self._watcher, self._checksums, self.damaged)
+        self.prefixes = PrefixReads(
+            index=index,
+            files=files,
+            resolved=resolved,
+            watcher=self._watcher,
+            checksums=self._checksums,
+            damaged=self.damaged,
+        )
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         return self._index.here(lambda db: queries.bucket(db, bucket))

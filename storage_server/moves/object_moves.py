@@ -107,7 +107,12 @@ class ObjectMoves:
             self._admission.admit(access_key),
             open_one_sided() as one_sided,
             RegionBody(
-                one_sided, self._ahead(access_key), self._staging.slot_bytes, request.nbytes, one_run, said
+                one_sided=one_sided,
+                window=self._ahead(access_key),
+                slot_bytes=self._staging.slot_bytes,
+                nbytes=request.nbytes,
+                spans_of=one_run,
+                said=said,
             ) as body,
         ):
             return ObjectStored(await self._store.objects.put_object(access_key, request, body), one_sided.busy_s)

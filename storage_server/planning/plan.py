@@ -353,7 +353,16 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
     group_count, slice_bytes = layout.num_layers, layout.per_layer_chunk_bytes
     if mode is Mode.CHUNK_MAJOR:
         group_count, slice_bytes = 1, layout.chunk_bytes
-    series = Series(group_count, 0, chunk_count, slice_bytes, 0, slice_bytes, 0, chunk_count * slice_bytes)
+    series = Series(
+        group_count=group_count,
+        first_chunk=0,
+        slice_count=chunk_count,
+        slice_bytes=slice_bytes,
+        source_offset=0,
+        source_stride=slice_bytes,
+        target_offset=0,
+        target_stride=chunk_count * slice_bytes,
+    )
     return DeliveryPlan(mode, chunk_count, (series,), payload_bytes_max)
 
 
@@ -386,17 +395,24 @@ def plan_portion(
         target_stride = portion.chunk_count * slice_bytes
         target_offset = np.array(portion.positions, dtype=np.int64) * slice_bytes + first * target_stride
     series = Series(
-        group_count - first,
-        0,
-        slice_count,
-        slice_bytes,
-        source_offset,
-        slice_bytes,
-        target_offset,
-        target_stride,
+        group_count=group_count - first,
+        first_chunk=0,
+        slice_count=slice_count,
+        slice_bytes=slice_bytes,
+        source_offset=source_offset,
+        source_stride=slice_bytes,
+        target_offset=target_offset,
+        target_stride=target_stride,
         is_scattered=landing.is_scattered,
     )
-    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first, landing.gathers_packed)
+    return DeliveryPlan(
+        mode=mode,
+        chunk_count=slice_count,
+        series=(series,),
+        payload_bytes_max=payload_bytes_max,
+        first_group=first,
+        gathers_packed=landing.gathers_packed,
+    )
 
 
 def plan_encoded(
@@ -414,14 +430,14 @@ def plan_encoded(
     if not landing.is_packed:
         target_offset, target_stride = np.arange(slice_count) * place_bytes, slice_count * place_bytes
     series = Series(
-        group_count,
-        0,
-        slice_count,
-        sizes,
-        0,
-        sizes,
-        target_offset,
-        target_stride,
+        group_count=group_count,
+        first_chunk=0,
+        slice_count=slice_count,
+        slice_bytes=sizes,
+        source_offset=0,
+        source_stride=sizes,
+        target_offset=target_offset,
+        target_stride=target_stride,
         is_scattered=landing.is_scattered,
     )
     return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, gathers_packed=landing.gathers_packed)

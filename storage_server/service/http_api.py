@@ -61,7 +61,15 @@ class _Trace:
         """The log line of the finished call."""
         timing = ServerTiming(0.0, self.phases.seconds(Phase.STORAGE), self.phases.seconds(Phase.TRANSFER))
         nbytes = self.nbytes if status < 400 else 0
-        return RequestLine("storage", self.request_id, self.operation, status, nbytes, timing, code=code)
+        return RequestLine(
+            by="storage",
+            request_id=self.request_id,
+            operation=self.operation,
+            status=status,
+            nbytes=nbytes,
+            timing=timing,
+            code=code,
+        )
 
 
 _TRACE = web.RequestKey("trace", _Trace)

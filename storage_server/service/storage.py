@@ -125,14 +125,14 @@ class EmbeddedStorage:
             self.requests,
         )
         self.prefixes = Prefixes(
-            settings,
-            source,
-            self.pipeline,
-            self.staging,
-            self.agents,
-            self.requests,
-            self._transfers,
-            wrap_destination,
+            settings=settings,
+            source=source,
+            pipeline=self.pipeline,
+            staging=self.staging,
+            registrar=self.agents,
+            requests=self.requests,
+            transfers=self._transfers,
+            wrap_destination=wrap_destination,
         )
         self._started_s = time.monotonic()
         self._sweepers: list[asyncio.Task[None]] = []

@@ -18,6 +18,9 @@ PRODUCT = ("descriptors", "gateway", "nixl_client", "objectcache", "storage_serv
 NAMED_BY_USERS = {"ObjectCacheConnector"}
 """Engines load their connectors by this name, each from a module of its own."""
 METHODS_MAX = 20
+POSITIONAL_MAX = 5
+IN_ROWS = {"storage_server/kernel/index/queries.py"}
+"""Here calls stand beside the columns that they read, in loops over rows."""
 COUNTED = ("storage_server", "objectcache/orchestrator", "nixl_client/fetch")
 
 
@@ -45,3 +48,20 @@ def test_classes_have_few_methods() -> None:
         for _, node in classes_of(*COUNTED)
     }
     assert {name: count for name, count in counts.items() if count > METHODS_MAX} == {}
+
+
+@pytest.mark.slow
+def test_constructors_say_what_each_of_many_values_is() -> None:
+    """A reader of six values in a row has to look them up, and two of one type are easily exchanged."""
+    classes = {node.name for _, node in classes_of(*PRODUCT)}
+    found = {
+        str(path.relative_to(ROOT))
+        for place in PRODUCT
+        for path in (ROOT / place).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in classes
+        and len(node.args) > POSITIONAL_MAX
+    }
+    assert found == IN_ROWS

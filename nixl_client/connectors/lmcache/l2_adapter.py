@@ -277,7 +277,9 @@ def _nbytes(shapes: Sequence[Any], dtypes: Sequence[Any]) -> int:
 
 def _space(key: ObjectKey, layout: str) -> ChunkSpace:
     rank = f"{key.kv_rank:08x} group {key.object_group_id}"
-    return ChunkSpace("multiprocess", key.model_name, rank, "", layout, (("salt", key.cache_salt),))
+    return ChunkSpace(
+        mode="multiprocess", model=key.model_name, rank=rank, dtype="", layout=layout, tags=(("salt", key.cache_salt),)
+    )
 
 
 def _by_prefix(keys: Sequence[ObjectKey], layouts: Sequence[str | None]) -> dict[str, list[tuple[int, str]]]:

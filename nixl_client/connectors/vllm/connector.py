@@ -148,7 +148,14 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         is_alone = parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
         name = engine.model_name(self._vllm_config, self._setup.options)
         self._worker = WorkerSide(
-            self._setup.options, rank, self._setup.grid, indexes, layers, self.counters, name, is_alone=is_alone
+            options=self._setup.options,
+            rank=rank,
+            grid=self._setup.grid,
+            layer_indexes=indexes,
+            layers=layers,
+            counters=self.counters,
+            model_name=name,
+            is_alone=is_alone,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -239,7 +246,15 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         say(self._client, f"chunks of {format_bytes(setup.chunk_bytes)}")
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
-        self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout, accept)
+        self._scheduler = SchedulerSide(
+            client=self._client,
+            options=options,
+            grid=setup.grid,
+            ledger=self._ledger,
+            counters=self.counters,
+            layout=layout,
+            accept=accept,
+        )
 
     def _evict(self, lost_blocks: set[int]) -> None:
         """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there

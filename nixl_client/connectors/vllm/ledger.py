@@ -276,13 +276,13 @@ class SchedulerLedger:
         `layer_compute_us`. Events from now on are for the step after it.
         """
         step = Step(
-            tuple(self._loads),
-            tuple(self._stores),
-            frozenset(self._rewritten),
-            frozenset(self._awaited),
-            self._is_reset,
-            work,
-            layer_compute_us,
+            loads=tuple(self._loads),
+            stores=tuple(self._stores),
+            rewritten=frozenset(self._rewritten),
+            awaited=frozenset(self._awaited),
+            is_reset=self._is_reset,
+            work=work,
+            layer_compute_us=layer_compute_us,
             grown=tuple(self._grown()) if self._tells_growth else (),
         )
         self._tables.append(self._step_tables)

@@ -170,15 +170,15 @@ class Loads:
             self._counters.add(stated_loads=1)
         self._active.append(
             ActiveLoad(
-                job,
-                Blocks(job.chunk_range.blocks),
-                staging,
-                fetch,
-                offset,
-                deadline_s,
-                job.chunk_range.chunk_count,
-                len(job.chunk_range.blocks),
-                began_s,
+                job=job,
+                blocks=Blocks(job.chunk_range.blocks),
+                staging=staging,
+                fetch=fetch,
+                offset=offset,
+                deadline_s=deadline_s,
+                chunk_count=job.chunk_range.chunk_count,
+                good_blocks=len(job.chunk_range.blocks),
+                began_s=began_s,
             )
         )
 

@@ -214,7 +214,15 @@ class SchedulerSide:
         if self._costs is None or self._options.load is not LoadPolicy.ADVISED:
             return None
         loads = self._load_costs
-        return AdviceRequest(context_tokens, self._layout, self._costs, 0.0, loads, loads, held_tokens)
+        return AdviceRequest(
+            context_tokens=context_tokens,
+            layout=self._layout,
+            prefill=self._costs,
+            bytes_per_s=0.0,
+            layer_major=loads,
+            chunk_major=loads,
+            held_tokens=held_tokens,
+        )
 
     def _worth_chunks(self, tracked: Tracked, context_tokens: int, computed_tokens: int) -> int | None:
         """Chunks of the prefix that are sooner loaded than computed, at the rate the server offered and by what loads

@@ -85,10 +85,10 @@ class Report:
         for job_id, index in other.bad_chunks.items():
             bad_chunks[job_id] = min(index, bad_chunks.get(job_id, index))
         return Report(
-            Counter(self.read_jobs) + Counter(other.read_jobs),
-            Counter(self.ended_loads) + Counter(other.ended_loads),
-            bad_chunks,
-            self.failed_loads + other.failed_loads,
-            slower(self.costs, other.costs),
-            longer(self.load_costs, other.load_costs),
+            read_jobs=Counter(self.read_jobs) + Counter(other.read_jobs),
+            ended_loads=Counter(self.ended_loads) + Counter(other.ended_loads),
+            bad_chunks=bad_chunks,
+            failed_loads=self.failed_loads + other.failed_loads,
+            costs=slower(self.costs, other.costs),
+            load_costs=longer(self.load_costs, other.load_costs),
         )

@@ -60,11 +60,28 @@ class WorkerSide:
         )
         self._store_client = Client(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(
-            self._load_client, rank, grid, layout, layers, states.dtype, options, counters, is_alone=is_alone
+            client=self._load_client,
+            rank=rank,
+            grid=grid,
+            layout=layout,
+            layers=layers,
+            dtype=states.dtype,
+            options=options,
+            counters=counters,
+            is_alone=is_alone,
         )
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(
-            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options, model_name
+            client=self._store_client,
+            rank=rank,
+            grid=grid,
+            layout=layout,
+            layers=layers,
+            ledger=ledger,
+            loads_idle=self._loads.is_idle,
+            counters=counters,
+            options=options,
+            model_name=model_name,
         )
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()

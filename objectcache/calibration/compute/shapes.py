@@ -58,10 +58,54 @@ class ModelShape:
 _DEEPSEEK = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 _GRANITE = "ibm-granite/granite-3.3-8b-base"
 SHAPES = (
-    ModelShape("llama-3.1-8b", "Llama 3.1 8B", "meta-llama/Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 131072),
-    ModelShape("granite-3.3-8b", "Granite 3.3 8B", _GRANITE, 40, 4096, 32, 8, 128, 12800, 131072),
-    ModelShape("deepseek-r1-7b", "DeepSeek R1 7B", _DEEPSEEK, 28, 3584, 28, 4, 128, 18944, 131072),
-    ModelShape("mistral-7b", "Mistral 7B", "mistralai/Mistral-7B-v0.3", 32, 4096, 32, 8, 128, 14336, 32768),
+    ModelShape(
+        name="llama-3.1-8b",
+        title="Llama 3.1 8B",
+        source="meta-llama/Llama-3.1-8B",
+        num_layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        context_max=131072,
+    ),
+    ModelShape(
+        name="granite-3.3-8b",
+        title="Granite 3.3 8B",
+        source=_GRANITE,
+        num_layers=40,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=12800,
+        context_max=131072,
+    ),
+    ModelShape(
+        name="deepseek-r1-7b",
+        title="DeepSeek R1 7B",
+        source=_DEEPSEEK,
+        num_layers=28,
+        hidden=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        context_max=131072,
+    ),
+    ModelShape(
+        name="mistral-7b",
+        title="Mistral 7B",
+        source="mistralai/Mistral-7B-v0.3",
+        num_layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        context_max=32768,
+    ),
 )
 
 

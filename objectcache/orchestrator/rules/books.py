@@ -132,7 +132,14 @@ class EngineBooks:
         arrivals_per_s, work_share = self._arrival_rates(now_s)
         factor = self.correction.factor
         if not self._sent and not self._others_waiting and not self._others_running:
-            return Load(0.0, 0, 0, 0, arrivals_per_s, factor * work_share)
+            return Load(
+                queue_s=0.0,
+                active_count=0,
+                waiting_count=0,
+                tokens=0,
+                arrivals_per_s=arrivals_per_s,
+                busy_share=factor * work_share,
+            )
         waiting = self._waiting(now_s)
         work_s = sum(each.work_s for each in waiting)
         mean_s = work_s / len(waiting) if waiting else self._mean_work_s
@@ -146,7 +153,14 @@ class EngineBooks:
             queue_s = max(queue_s, over * self._service_s() / max(1, self.requests_max))
         tokens = sum(each.tokens for each in self._sent.values())
         waiting_count = len(waiting) + self._others_waiting
-        return Load(queue_s, active_count, waiting_count, tokens, arrivals_per_s, factor * work_share)
+        return Load(
+            queue_s=queue_s,
+            active_count=active_count,
+            waiting_count=waiting_count,
+            tokens=tokens,
+            arrivals_per_s=arrivals_per_s,
+            busy_share=factor * work_share,
+        )
 
     def overdue_s(self, now_s: float) -> float:
         """How long the engine has answered nothing, where that is longer than it should be."""

@@ -133,9 +133,16 @@ def read_metrics(said: bytes) -> EngineReport:
             costs[name.removeprefix(COSTS)] = value
     published = None if info is None else _published(info, costs)
     return EngineReport(
-        round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at,
-        generated_tokens, answer_count,
-    )  # fmt: skip
+        running=round(running),
+        waiting=round(waiting),
+        kv_tokens=kv_tokens,
+        block_tokens=block_tokens,
+        published=published,
+        has_connector=has_connector,
+        started_at=started_at,
+        generated_tokens=generated_tokens,
+        answer_count=answer_count,
+    )
 
 
 def _lines_of(said: bytes) -> Iterator[bytes]:
@@ -165,12 +172,12 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
     """None for what no connector would publish: sizes and costs of an engine decide about the requests of all."""
     try:
         deployment = Deployment(
-            info["deployment"],
-            info["dtype"],
-            int(info["block_tokens"]),
-            int(info["tp_size"]),
-            int(info["pp_size"]),
-            info.get("name", ""),
+            model=info["deployment"],
+            dtype=info["dtype"],
+            block_tokens=int(info["block_tokens"]),
+            tp_size=int(info["tp_size"]),
+            pp_size=int(info["pp_size"]),
+            name=info.get("name", ""),
         )
         layout = ChunkLayout(int(info["num_layers"]), int(info["chunk_tokens"]), int(info["layer_chunk_bytes"]))
         endpoint, bucket = info["endpoint"], info["bucket"]
@@ -196,7 +203,15 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         costs.get("load_layer_s", 0.0),
         costs.get(RATE, 0.0),
     )
-    return Published(deployment, layout, endpoint, bucket, prefill, loads, accept)
+    return Published(
+        deployment=deployment,
+        layout=layout,
+        endpoint=endpoint,
+        bucket=bucket,
+        prefill=prefill,
+        loads=loads,
+        accept=accept,
+    )
 
 
 def _accepted(info: Mapping[str, str]) -> Accept | None:

@@ -97,7 +97,16 @@ def predict(prompt_tokens: int, state: EngineState, routing_s: float = ROUTING_S
     if stored is None or not stored.chunk_count:
         compute_s = recompute_s(prompt_tokens, held_tokens, prefill)
         return Prediction(
-            state.name, state.queue_s, routing_s, compute_s, compute_s, held_tokens, 0, 0, 0, Choice.RECOMPUTE
+            engine=state.name,
+            queue_s=state.queue_s,
+            routing_s=routing_s,
+            compute_s=compute_s,
+            recompute_s=compute_s,
+            held_tokens=held_tokens,
+            stored_tokens=0,
+            load_chunks=0,
+            load_tokens=0,
+            choice=Choice.RECOMPUTE,
         )
     request = AdviceRequest(
         prompt_tokens, stored.layout, prefill, layer_major=stored.costs, chunk_major=stored.costs,

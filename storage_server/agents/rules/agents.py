@@ -144,7 +144,12 @@ class AgentTable:
         expires_s = now_s + registration.lifetime_s
         agent_id = registration.agent_id or secrets.token_hex(16)
         agent = RegisteredAgent(
-            agent_id, access_key, peer, registration.regions, expires_s, registration.downlink_bytes_per_s
+            agent_id=agent_id,
+            access_key=access_key,
+            peer=peer,
+            regions=registration.regions,
+            expires_s=expires_s,
+            downlink_bytes_per_s=registration.downlink_bytes_per_s,
         )
         self._by_id[agent.agent_id] = agent
         return agent

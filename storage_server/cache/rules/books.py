@@ -150,7 +150,16 @@ class Books:
             entry = self._with_awaited_lease(name, entry, now)
             self._entries[name] = entry
             parent = None if entry.parent is None or entry.parent == name[1] else (name[0], entry.parent)
-            formers.append(Former(name, entry.nbytes, entry.used_at, entry.use_count, parent, entry.is_shared))
+            formers.append(
+                Former(
+                    key=name,
+                    nbytes=entry.nbytes,
+                    used_at_s=entry.used_at,
+                    use_count=entry.use_count,
+                    parent=parent,
+                    is_shared=entry.is_shared,
+                )
+            )
             if entry.is_held:
                 held.append((name, entry))
             self._births.note(name, entry.modified_at)

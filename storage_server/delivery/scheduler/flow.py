@@ -79,7 +79,14 @@ class Flow:
 
     def for_another_schedule(self, tenant: LinkTenant) -> Flow:
         """A copy with the same progress, for another schedule, which has not admitted it yet."""
-        flow = Flow(self.number, tenant, self.demand, self.layers, self.came_s, self.is_chunkwise)
+        flow = Flow(
+            number=self.number,
+            tenant=tenant,
+            demand=self.demand,
+            layers=self.layers,
+            came_s=self.came_s,
+            is_chunkwise=self.is_chunkwise,
+        )
         flow.layer_index, flow.payload_index = self.layer_index, self.payload_index
         flow.layer_left_bytes, flow.left_bytes = self.layer_left_bytes, self.left_bytes
         flow.ahead_count = self.ahead_count

@@ -94,9 +94,17 @@ class PayloadLimits:
 
 def admitted(start: DeliveryStart) -> list[Notice]:
     """The notices that a client's agent gets before the first layer."""
-    grant, part = start.grant, (start.portion, start.portions)
-    forms = [] if start.forms is None else [Forms(start.request_id, start.forms, *part)]
+    grant = start.grant
+    forms = [] if start.forms is None else [Forms(start.request_id, start.forms, start.portion, start.portions)]
     return [
         *forms,
-        Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch, *part),
+        Admitted(
+            request_id=start.request_id,
+            mode=start.mode,
+            chunk_count=start.chunk_count,
+            rate_bytes_per_s=grant.rate_bytes_per_s,
+            epoch=grant.epoch,
+            part=start.portion,
+            parts=start.portions,
+        ),
     ]

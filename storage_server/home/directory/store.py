@@ -98,18 +98,19 @@ class SharedDirectory:
         self._mark = Mark(local)
         self._index = local / "index.sqlite3"
         space = Space(local, None)
+        resolved = ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max)
         self.committer = Committer(
-            self._index,
-            Durability.STRICT,
-            disk,
-            self._dispose,
-            lambda holes: None,  # a location that nothing names may be named by a record that was not read yet
-            0.0,
-            resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
-            self._mark,
-            space,
-            Watcher().note_changes,
-            self,
+            path=self._index,
+            durability=Durability.STRICT,
+            disk=disk,
+            dispose=self._dispose,
+            punch=lambda holes: None,  # a location that nothing names may be named by a record that was not read yet
+            punch_delay_s=0.0,
+            resolved=resolved,
+            mark=self._mark,
+            space=space,
+            on_changes=Watcher().note_changes,
+            journal=self,
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(self._index)
@@ -118,36 +119,44 @@ class SharedDirectory:
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self.files.beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
-        bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
+        bodies = BodyWriter(
+            segments=self.segments, disk=disk, durability=Durability.STRICT, share=share, io=self._io, bound=bound
+        )
         change = partial(self.committer.commit, frees=True)
         watcher = Watcher()  # objects of a home are never evicted
         objects = Objects(
-            self.reader,
-            self.files,
-            BodyReader(self.files.open, share, self._io),
-            resolved,
-            self.committer,
-            bodies,
-            self._io,
-            storage.object_bytes_max,
-            watcher,
+            index=self.reader,
+            files=self.files,
+            reader=BodyReader(self.files.open, share, self._io),
+            resolved=resolved,
+            committer=self.committer,
+            writer=bodies,
+            io=self._io,
+            object_bytes_max=storage.object_bytes_max,
+            watcher=watcher,
             now_s=self.files.now_s,  # a rule of one server deletes what all have written
         )
         uploads = Uploads(
-            self.reader, self.committer, bodies, storage.object_bytes_max, objects, watcher, OBJECT_BYTES_MAX
+            reader=self.reader,
+            committer=self.committer,
+            bodies=bodies,
+            part_bytes_max=storage.object_bytes_max,
+            objects=objects,
+            watcher=watcher,
+            whole_bytes_max=OBJECT_BYTES_MAX,
         )
         self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
         self.upkeep = SharedUpkeep(
-            root,
-            writer,
-            self.files,
-            self._journal,
-            self._rewriting,
-            self._reserve,
-            self.following,
-            self.committer,
-            self.reader,
-            self._io,
+            root=root,
+            writer=writer,
+            files=self.files,
+            journal=self._journal,
+            rewriting=self._rewriting,
+            reserve=self._reserve,
+            following=self.following,
+            committer=self.committer,
+            reader=self.reader,
+            io=self._io,
         )
         self._reads = SharedReads(self.files.open, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)

@@ -76,7 +76,14 @@ class BulkReads:
 
     def read(self, target: str, headers: Mapping[str, str], into: Into) -> BulkRead:
         """Begin a GET with these signed headers."""
-        return BulkRead(self, target, headers, into, self._threads, self._settings.read_timeout_s)
+        return BulkRead(
+            reads=self,
+            target=target,
+            headers=headers,
+            into=into,
+            threads=self._threads,
+            window_s=self._settings.read_timeout_s,
+        )
 
     def close(self) -> None:
         """Wait for the threads, and close the idle connections."""

@@ -120,7 +120,15 @@ class Ways:
         def on_passed(nbytes: int) -> None:
             self.passed_bytes += nbytes
 
-        return PassingChunk(self.objects, self.turns, self.io, bucket, info, proof, on_passed).extent
+        return PassingChunk(
+            objects=self.objects,
+            turns=self.turns,
+            io=self.io,
+            bucket=bucket,
+            info=info,
+            proof=proof,
+            on_passed=on_passed,
+        ).extent
 
     def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> ChunkReceiver:
         """Into memory, if the chunk's size is known and there is room."""

@@ -53,7 +53,16 @@ class Fetches:
         self.landing = landing
         self._io = IoThreads(IO_THREADS)
         self._tags = CopiedTags(objects, cache, locks)
-        self._ways = Ways(objects, cache, locks, self._turns, landing, self._io, tiers, self._tags)
+        self._ways = Ways(
+            objects=objects,
+            cache=cache,
+            locks=locks,
+            turns=self._turns,
+            landing=landing,
+            io=self._io,
+            tiers=tiers,
+            tags=self._tags,
+        )
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()
@@ -180,7 +189,15 @@ class Fetches:
                     del counts[name]
 
         fetch = self._running[bucket, key] = Fetch(
-            self._ways, bucket, key, index, layout, self._prefetch_slots, on_come, waves=waves, keeps=keeps
+            ways=self._ways,
+            bucket=bucket,
+            key=key,
+            index=index,
+            layout=layout,
+            prefetch_slots=self._prefetch_slots,
+            on_come=on_come,
+            waves=waves,
+            keeps=keeps,
         )
         fetch.task.add_done_callback(lambda _: on_come())
         fetch.task.add_done_callback(lambda _: self._ended(fetch, (bucket, key)))

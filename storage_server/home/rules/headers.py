@@ -95,7 +95,15 @@ def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[st
         storage_class,
         int(count) if count.isdecimal() and len(count) < 4 else None,
     )
-    return ObjectInfo(key, nbytes, etag, http_time(headers.get("last-modified")), attributes, named, part_count(etag))
+    return ObjectInfo(
+        key=key,
+        nbytes=nbytes,
+        etag=etag,
+        modified_at=http_time(headers.get("last-modified")),
+        attributes=attributes,
+        checksum=named,
+        part_count=part_count(etag),
+    )
 
 
 def etag_of(text: str | None) -> str:

@@ -54,12 +54,12 @@ class ExtentFiles:
         self._lock = threading.Lock()
         self._pins = PinLedger()
         self.open = OpenFiles(
-            self.place,
-            self._pins.is_pinned,
-            self._lock,
-            open_files_max,
-            disk,
-            direct_threads,
+            place=self.place,
+            is_pinned=self._pins.is_pinned,
+            lock=self._lock,
+            open_files_max=open_files_max,
+            disk=disk,
+            direct_threads=direct_threads,
             errors_are_damage=self.errors_are_damage,
         )
         self.given_back = GivenBack(self.place, self.open, disk, self._space)

@@ -177,7 +177,9 @@ class Segments:
         self._files.add(file_id)
         with self._lock:
             self._writing.add(file_id)
-        return WriteFile(place, fd, self._disk, self._space, self._files.punch, self._closed)
+        return WriteFile(
+            place=place, fd=fd, disk=self._disk, space=self._space, punch=self._files.punch, on_closed=self._closed
+        )
 
     def make_directory(self, directory: Beneath) -> None:
         """Make a directory of extents, and the one that it is in, durably; a file in it is lost if the directory's name

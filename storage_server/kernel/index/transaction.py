@@ -154,7 +154,15 @@ class Transaction:
         """Note what a key shows now."""
         self.touch("object", bucket, info.key)
         self.changes.append(
-            KeyChange(bucket, info.key, version, info.nbytes, info.modified_at, info.attributes, is_dirty)
+            KeyChange(
+                bucket=bucket,
+                key=info.key,
+                version=version,
+                nbytes=info.nbytes,
+                modified_at=info.modified_at,
+                attributes=info.attributes,
+                is_dirty=is_dirty,
+            )
         )
 
     def put_row(

@@ -111,13 +111,13 @@ def complete_upload(
     before = find_object(tx.db, ref.bucket, ref.key)
     check_write(request.condition, before.info.etag if before else None)
     info = ObjectInfo(
-        ref.key,
-        nbytes,
-        multipart_etag([part.etag for part in parts]),
-        now_s,
-        upload.attributes,
-        object_checksum(request, upload.info, parts),
-        len(parts),
+        key=ref.key,
+        nbytes=nbytes,
+        etag=multipart_etag([part.etag for part in parts]),
+        modified_at=now_s,
+        attributes=upload.attributes,
+        checksum=object_checksum(request, upload.info, parts),
+        part_count=len(parts),
     )
     version = tx.new_version()
     tx.put_row(ref.bucket, info, version, ref.upload_id)

@@ -165,7 +165,15 @@ def stored_object(row: tuple[Any, ...]) -> StoredObject:
     key, version, nbytes, etag, modified_at, text = row
     fields = _kept_fields(text) if len(text) <= KEPT_TEXT_MAX else _object_fields(text)
     attributes, checksum, part_count, upload_id, has_doubtful_tags = fields
-    info = ObjectInfo(key, nbytes, etag, modified_at, attributes, checksum, part_count)
+    info = ObjectInfo(
+        key=key,
+        nbytes=nbytes,
+        etag=etag,
+        modified_at=modified_at,
+        attributes=attributes,
+        checksum=checksum,
+        part_count=part_count,
+    )
     return StoredObject(info, version, upload_id, has_doubtful_tags)
 
 
@@ -210,13 +218,13 @@ def stored_upload(row: tuple[Any, ...]) -> StoredUpload:
     attributes = _attributes(fields)
     algorithm, kind = fields.get("checksum", (None, None))
     info = UploadInfo(
-        upload_id,
-        key,
-        initiated_at,
-        owner,
-        attributes.storage_class,
-        ChecksumAlgorithm(algorithm) if algorithm else None,
-        ChecksumType(kind) if kind else None,
+        upload_id=upload_id,
+        key=key,
+        initiated_at=initiated_at,
+        owner=owner,
+        storage_class=attributes.storage_class,
+        checksum=ChecksumAlgorithm(algorithm) if algorithm else None,
+        checksum_type=ChecksumType(kind) if kind else None,
     )
     return StoredUpload(info, version, attributes)
 

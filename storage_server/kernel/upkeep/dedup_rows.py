@@ -132,7 +132,11 @@ def new_extents(db: sqlite3.Connection, versions: Sequence[Version], dedup: Dedu
                 break
             extent = Extent(*columns_of_extent)
             identity = content_id(scopes[bucket], extent)
-            found.extents.append(NewExtent(bucket, key, version, number, extent, identity))
+            found.extents.append(
+                NewExtent(
+                    bucket=bucket, key=key, version=version, part_number=number, extent=extent, content_id=identity
+                )
+            )
             checksum_bytes += len(extent.checksums)
     return found
 

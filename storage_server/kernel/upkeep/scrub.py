@@ -93,12 +93,12 @@ def _check(directory: Path, files: FilesBeside, row: _Row) -> CheckedExtent:
         found = again
     extent = row.extent
     damage = Damage(
-        row.bucket,
-        row.key,
-        row.part_number,
-        extent.object_offset + start,
-        extent.object_offset + min(extent.nbytes, start + PIECE_BYTES),
-        reason,
+        bucket=row.bucket,
+        key=row.key,
+        part_number=row.part_number,
+        start=extent.object_offset + start,
+        end=extent.object_offset + min(extent.nbytes, start + PIECE_BYTES),
+        reason=reason,
     )
     return CheckedExtent(extent.nbytes, damage)
 

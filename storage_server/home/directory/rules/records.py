@@ -482,7 +482,17 @@ def _checked_body(head: Sequence[Any], words: bytes) -> BodyRow:
         raise BadRecordError(f"a body of {nbytes} bytes in a file of the name {file_id[:64]!r}")
     if len(words) != WORD_BYTES * -(-nbytes // BLOCK_BYTES):
         raise BadRecordError(f"{len(words)} bytes of checksums for {nbytes} bytes")
-    return BodyRow(number, object_offset, nbytes, file_id, file_offset, etag, float(modified_at), checksum, words)
+    return BodyRow(
+        part_number=number,
+        object_offset=object_offset,
+        nbytes=nbytes,
+        file_id=file_id,
+        file_offset=file_offset,
+        etag=etag,
+        modified_at=float(modified_at),
+        checksum=checksum,
+        blocks=words,
+    )
 
 
 def _decoded(blocks: str | bytes) -> bytes:
