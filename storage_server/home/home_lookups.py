@@ -9,9 +9,12 @@ import time
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ObjectCacheError, ServerError
+from objectcache.adapters.caller import CallerTurns
 from storage_server.home.service import HomeObjects
 
-ASKS_MAX = 64
+ASKS_MAX = 16
+LOOKUPS_MAX, LOOKUPS_EACH_MAX = 4, 2
+"""So many lookups of single keys ask the home at once, and of one caller: each has ASKS_MAX requests under way."""
 ASKED_MAX = 1_024
 """A lookup of single keys asks upstream about so many at most: each is a request there."""
 HOME_ANSWERS_S = 1.5
@@ -27,6 +30,7 @@ class HomeLookups:
     def __init__(self, objects: HomeObjects) -> None:
         self._objects = objects
         self._cut_off_until_s = -math.inf
+        self._turns = CallerTurns(LOOKUPS_MAX, LOOKUPS_EACH_MAX)
 
     @property
     def is_cut_off(self) -> bool:
@@ -67,7 +71,7 @@ class HomeLookups:
         if not keys or self.is_cut_off:
             return [], not keys
         there: list[int] = []
-        answered_count = 0
+        has_turn, answered_count = False, 0
         failures: list[ObjectCacheError] = []
         left, asked_s = iter(enumerate(keys[:ASKED_MAX])), time.monotonic()
 
@@ -82,14 +86,15 @@ class HomeLookups:
                 failures.append(error)
 
         try:
-            async with asyncio.timeout(HOME_ANSWERS_S):
+            async with asyncio.timeout(HOME_ANSWERS_S), self._turns.turn():
+                has_turn = True
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(min(ASKS_MAX, len(keys))):
                         tasks.create_task(ask())
                 if not there and not failures:
                     await self._objects.require_bucket(bucket)
         except TimeoutError as error:
-            if not answered_count:
+            if has_turn and not answered_count:
                 self._cut_off(error)
             return there, False
         except ServerError as error:

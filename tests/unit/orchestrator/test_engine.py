@@ -47,7 +47,7 @@ def test_what_is_left_out_is_counted_so_that_somebody_is_told() -> None:
 
 
 async def test_an_engine_writes_no_lines_of_its_own_and_few_of_any(caplog: pytest.LogCaptureFixture) -> None:
-    """One that named other endpoints each second wrote 22 GB a day, and lines that looked like ours."""
+    """An engine that named other endpoints each second wrote 22 GB a day, and lines that looked like ours."""
     engine = Engine(EngineSettings("http://a"), cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0)
     for at in range(8):  # refused at once; the feed of an engine that names other endpoints is a new one
         engine.blocks.found([(0, f"tcp://no port {at}\nWARNING forged", None, "")])

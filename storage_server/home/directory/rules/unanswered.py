@@ -1,7 +1,7 @@
 """Journals that the file system cannot read for a moment: what they have is waited for, and not overlooked. Pure.
 
-A disk or a network that does not answer says nothing of the journal. A file of another kind, of another user, or with
-wrong bytes is its writer's fault, and is not waited for.
+A disk or a network that does not answer says nothing of the journal. A file of another kind, of another user, with a
+lease on it (EAGAIN), or with wrong bytes is its writer's doing, and is not waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WAITED_S = 30.0
 """A journal that has not been read for longer is left behind, as one that cannot be read."""
 TRANSIENT = frozenset(
     {
-        errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+        errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
         errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET,
         errno.EREMOTEIO,
     }

@@ -61,7 +61,7 @@ def test_the_queue_and_the_room_of_all_ranks() -> None:
 
 
 def test_an_answer_is_taken_to_be_as_long_as_others_were_and_no_longer_than_it_may_be() -> None:
-    """What a client allows says little: one field of a small request made it look as large as an engine."""
+    """A client's bound says little: one field of a small request made it look as large as an engine."""
     known = EngineReport(0, 0, generated_tokens=32_000.0, answer_count=100.0)
     assert [known.output_tokens(allowed) for allowed in (4, 4096, 1 << 30)] == [4, 320, 320]
     unknown = EngineReport(0, 0, generated_tokens=32_000.0, answer_count=1.0)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
+from objectcache.adapters.caller import CALLER
 from storage_server.home import home_lookups
 from storage_server.home.chunks import UpstreamChunks
 from storage_server.home.home_lookups import CUT_OFF_S
 from storage_server.planning.extent import Extent
+from tests.support.waiting import until
 
 KEYS = [f"{number:064x}" for number in range(4)]
 
@@ -167,3 +169,37 @@ async def test_one_lookup_asks_the_home_about_so_many_chunks_at_most(monkeypatch
     home = Home(4)
     assert await single_lookups(home, 2).present("bucket", KEYS) == ((True, True, True, False), False)
     assert home.asked == 1
+
+
+async def test_one_callers_lookups_of_single_keys_keep_nobody_from_the_home() -> None:
+    """Each one asks for many keys: a flood of them would fill the connections, and make the home look silent."""
+    home, under_way, most, go_on = Home(4), 0, 0, asyncio.Event()
+    has_object = home.has_object
+
+    async def held(bucket: str, key: str, since_s: float) -> bool:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            if bucket == "flood":
+                await go_on.wait()
+            return await has_object(bucket, key, since_s)
+        finally:
+            under_way -= 1
+
+    home.has_object = held  # type: ignore[method-assign]
+    chunks = single_lookups(home, 0)
+
+    async def ask(caller: str, bucket: str) -> tuple[tuple[bool, ...], bool]:
+        CALLER.set(caller)
+        return await chunks.present(bucket, KEYS)
+
+    flood = [asyncio.create_task(ask("a", "flood")) for _ in range(50)]
+    await until(lambda: under_way == home_lookups.LOOKUPS_EACH_MAX * len(KEYS))
+    assert await asyncio.create_task(ask("b", "bucket")) == ((True,) * 4, True)
+    assert most <= home_lookups.LOOKUPS_MAX * len(KEYS)
+    assert not chunks.is_cut_off
+    for task in flood:
+        task.cancel()
+    await asyncio.wait(flood)
+    assert under_way == 0
