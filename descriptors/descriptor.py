@@ -19,8 +19,8 @@ from descriptors.layout import ChunkLayout
 
 PROTOCOL_VERSION = 1
 EXTENDED_VERSION = 2
-"""The version of descriptors that accept encoded layers, and of those for one portion of a delivery, which a gateway of
-a cluster sends to storage servers.
+"""The version of descriptors that accept encoded layers, or that give places, and of those for one portion of a
+delivery, which a gateway of a cluster sends to storage servers.
 """
 PORTIONS_MAX = 1_024
 CHUNK_COUNT_MAX = 65_536
@@ -31,6 +31,7 @@ DELIVERY_BYTES_MAX = 1 << 46
 OBJECT_KEY_BYTES_MAX = 1_024
 LAYER_COMPUTE_US_MAX = 3_600_000_000
 ADDRESS_MAX = (1 << 64) - 1
+PLACE_MAX = (1 << 62) - 1
 ACCEPTED_CODECS_MAX = 16
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """The types of KV elements, by the names that frameworks give them, with the bytes of one."""
@@ -136,6 +137,7 @@ class Accept:
 @dataclass(frozen=True, slots=True)
 class Descriptor:
     """A request for the KV of `chunk_keys`, in prefix order. With `portion`, they are some of the chunks of a delivery.
+    With `places`, chunk i lands whole at byte `places[i]` of the target; between the chunks nothing is written.
 
     Raises CallerError(InvalidDescriptor), which names the field, where docs/reference/protocol.md refuses the value.
     """
@@ -152,9 +154,11 @@ class Descriptor:
     version: int = PROTOCOL_VERSION
     portion: Portion | None = None
     accept: Accept | None = None
+    places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        wanted = PROTOCOL_VERSION if self.portion is None and self.accept is None else EXTENDED_VERSION
+        is_plain = self.portion is None and self.accept is None and not self.places
+        wanted = PROTOCOL_VERSION if is_plain else EXTENDED_VERSION
         if self.version != wanted:
             raise invalid("version", f"must be {wanted}, not {self.version!r}")
         _require_keys(self.chunk_keys)
@@ -169,6 +173,8 @@ class Descriptor:
             self._check_portion(self.portion)
         if self.accept is not None:
             self._check_accept(self.accept)
+        if self.places:
+            self._check_places()
         if self.rdma_target is not None:
             self._check_target(self.rdma_target)
         self._check_compute()
@@ -189,12 +195,25 @@ class Descriptor:
                 f"is {self.per_layer_chunk_bytes}, no keys and values of {self.chunk_tokens} {accept.element} tokens",
             )
 
+    def _check_places(self) -> None:
+        if self.rdma_target is None or self.delivery is not Delivery.CHUNK_MAJOR or self.accept is not None:
+            raise invalid("places", "go with an rdma_target and chunk-major delivery, and not with accept")
+        if len(self.places) != self.chunk_count:
+            raise invalid("places", f"has {len(self.places)} entries for {self.chunk_count} chunks")
+        for index, place in enumerate(self.places):
+            _require_int(place, 0, PLACE_MAX, f"places[{index}]")
+        gaps = np.diff(np.array(self.places, dtype=np.int64))
+        if (gaps < self.layout.chunk_bytes).any():
+            index = int(np.argmax(gaps < self.layout.chunk_bytes)) + 1
+            raise invalid(f"places[{index}]", f"is not {self.layout.chunk_bytes} bytes (L*S) after the one before")
+
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
             raise invalid("request_id", "is required with rdma_target")
-        needed = self.layout.delivery_bytes(self.whole_chunk_count)
-        if target.length < needed:
-            raise invalid("rdma_target.length", f"is {target.length} bytes, the delivery may need {needed} (N*L*S)")
+        if target.length < self.target_bytes:
+            what = "N*L*S" if not self.places else "the last place and L*S"
+            problem = f"is {target.length} bytes, the delivery may need {self.target_bytes} ({what})"
+            raise invalid("rdma_target.length", problem)
         if target.offset + target.length > ADDRESS_MAX:
             raise invalid("rdma_target.offset", "offset + length passes the end of the address space")
 
@@ -217,9 +236,22 @@ class Descriptor:
         return self.chunk_count if self.portion is None else self.portion.chunk_count
 
     @property
+    def target_bytes(self) -> int:
+        """The bytes of the target from its beginning to the end of the delivery if every chunk is served."""
+        if self.places:
+            return self.places[-1] + self.layout.chunk_bytes
+        return self.layout.delivery_bytes(self.whole_chunk_count)
+
+    @property
     def exact(self) -> Descriptor:
         """The same request, for exact bytes only."""
         return self if self.accept is None else replace(self, accept=None, version=PROTOCOL_VERSION)
+
+    @property
+    def unplaced(self) -> Descriptor:
+        """The same request, without the memory that it is for."""
+        version = PROTOCOL_VERSION if self.portion is None and self.accept is None else EXTENDED_VERSION
+        return replace(self, rdma_target=None, places=(), version=version)
 
     @property
     def layout(self) -> ChunkLayout:

@@ -7,8 +7,9 @@ Binary form (all integers little-endian), told from JSON by its magic:
     request_id | compute u32 each
     target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
     accept (flag 4, version 2): u8 count; for each codec u8 length, name; u8 element, f64 max_error (infinite: no bound)
-    portion (version 2 without flag 4, or with flag 8; between servers): u16 index, u16 count, u32 chunk_count,
+    portion (version 2 without flags 4 and 32, or with flag 8; between servers): u16 index, u16 count, u32 chunk_count,
         u32 first_layer, u8 attempt, u32 position for each key
+    places (flag 32, version 2): u64 for each key
     keys: flag 2, 32 raw bytes each (lower-case hex digests), with flag 16 behind u16 length and the ASCII text that
         all of them begin with; without flag 2, u16 length and UTF-8 each
 
@@ -55,9 +56,11 @@ _PORTION = struct.Struct("<HHIIB")
 _FLAG_TARGET = 1
 _FLAG_HEX_KEYS = 2
 _FLAG_ACCEPT = 4
-_FLAG_ACCEPTING_PORTION = 8
+_FLAG_PORTION = 8
+"""There is a portion beside what else makes version 2."""
 _FLAG_KEY_PREFIX = 16
 """With digest keys: all of them begin with the same text."""
+_FLAG_PLACES = 32
 KEY_PREFIX_BYTES_MAX = 128
 """So the keys take no more memory than in JSON of DESCRIPTOR_BYTES_MAX."""
 _ACCEPT_TAIL = struct.Struct("<Bd")
@@ -90,6 +93,7 @@ class _DescriptorModel(BaseModel):
     accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
     element: str | None = None
     max_error: float | None = None
+    places: Annotated[list[int], Field(max_length=CHUNK_COUNT_MAX, fail_fast=True)] | None = None
     layer_compute_us: int | Annotated[list[int], Field(max_length=NUM_LAYERS_MAX, fail_fast=True)] | None = None
 
 
@@ -129,6 +133,8 @@ def encode_json(descriptor: Descriptor) -> bytes:
         fields["layer_compute_us"] = compute[0] if len(compute) == 1 else list(compute)
     if (accept := descriptor.accept) is not None:
         fields |= accept_fields(accept)
+    if descriptor.places:
+        fields["places"] = list(descriptor.places)
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -138,6 +144,8 @@ def _decode_json(data: bytes) -> Descriptor:
     compute = model.layer_compute_us
     if isinstance(compute, list) and not compute:
         raise invalid("layer_compute_us", "must not be an empty list")
+    if model.places is not None and not model.places:
+        raise invalid("places", "must not be an empty list")
     return Descriptor(
         version=model.version,
         chunk_keys=tuple(model.chunk_keys),
@@ -152,6 +160,7 @@ def _decode_json(data: bytes) -> Descriptor:
         request_id=model.request_id,
         layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
         accept=parse_accept(model.accept, model.element, model.max_error),
+        places=tuple(model.places or ()),
     )
 
 
@@ -181,12 +190,14 @@ def encode_binary(descriptor: Descriptor) -> bytes:
     prefix, joined = _digests(descriptor.chunk_keys)
     target = descriptor.rdma_target
     accept = descriptor.accept
+    is_extended = accept is not None or bool(descriptor.places)
     flags = (
         (_FLAG_TARGET if target else 0)
         | (_FLAG_HEX_KEYS if joined else 0)
         | (_FLAG_KEY_PREFIX if prefix else 0)
         | (_FLAG_ACCEPT if accept is not None else 0)
-        | (_FLAG_ACCEPTING_PORTION if accept is not None and descriptor.portion is not None else 0)
+        | (_FLAG_PORTION if is_extended and descriptor.portion is not None else 0)
+        | (_FLAG_PLACES if descriptor.places else 0)
     )
     parts = [
         _HEAD.pack(
@@ -220,6 +231,7 @@ def encode_binary(descriptor: Descriptor) -> bytes:
             _PORTION.pack(portion.index, portion.count, portion.chunk_count, portion.first_layer, portion.attempt)
         )
         parts.append(np.array(portion.positions, dtype="<u4").tobytes())
+    parts.append(np.array(descriptor.places, dtype="<u8").tobytes())
     if prefix:
         parts += [len(prefix).to_bytes(2, "little"), prefix]
     if joined:
@@ -282,11 +294,12 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     reader = _Reader(data)
     head = _HEAD.unpack(reader.take(_HEAD.size, "body"))
     _, version, delivery, on_missing, flags, id_bytes, chunks, layers, tokens, slice_size, computes = head
-    is_extended = takes_portions or bool(flags & _FLAG_ACCEPT)
+    has_more = bool(flags & (_FLAG_ACCEPT | _FLAG_PLACES))
+    is_extended = takes_portions or has_more
     if version not in ((PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
-    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | _FLAG_KEY_PREFIX
-    if flags & ~(known | (_FLAG_ACCEPTING_PORTION if takes_portions else 0)):
+    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | _FLAG_KEY_PREFIX | _FLAG_PLACES
+    if flags & ~(known | (_FLAG_PORTION if takes_portions else 0)):
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
     if flags & _FLAG_KEY_PREFIX and not flags & _FLAG_HEX_KEYS:
         raise invalid("flags", f"{flags:#x} has a prefix for keys that are no digests")
@@ -298,8 +311,9 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None
     accept = _read_accept(reader) if flags & _FLAG_ACCEPT else None
-    has_portion = version == EXTENDED_VERSION and (accept is None or bool(flags & _FLAG_ACCEPTING_PORTION))
+    has_portion = version == EXTENDED_VERSION and (not has_more or bool(flags & _FLAG_PORTION))
     portion = _read_portion(reader, chunks) if has_portion else None
+    places = _read_places(reader, chunks) if flags & _FLAG_PLACES else ()
     prefix = _read_prefix(reader) if flags & _FLAG_KEY_PREFIX else ""
     keys = _read_keys(reader, chunks, prefix, hex_keys=bool(flags & _FLAG_HEX_KEYS))
     reader.finish()
@@ -316,7 +330,12 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
         layer_compute_us=tuple(compute),
         portion=portion,
         accept=accept,
+        places=places,
     )
+
+
+def _read_places(reader: _Reader, chunk_count: int) -> tuple[int, ...]:
+    return tuple(np.frombuffer(reader.take(8 * chunk_count, "places"), dtype="<u8").tolist())
 
 
 def _read_accept(reader: _Reader) -> Accept:

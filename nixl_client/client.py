@@ -332,6 +332,7 @@ class Client:
         on_missing: OnMissing | str = OnMissing.FAIL,
         layer_compute_us: Sequence[int] = (),
         accept: Accept | None = None,
+        places: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> LayerFetch:
         """Start fetching into `buffer` (numpy, torch or bytes-like) from byte `offset` on, and return at once. With
@@ -339,11 +340,17 @@ class Client:
         layer by layer, so that its bytes are those of exact chunks: by this process in host memory, by the device in a
         device's.
 
+        With `places` chunk i lands whole at byte `offset + places[i]`, in ascending order, and what lies between the
+        chunks is not touched; `wait` returns when all are there. Such a fetch is chunk-major and exact. Over ucx and
+        shm it needs a server that knows descriptors with places; another one raises CallerError(InvalidDescriptor).
+
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
         """
         delivery = enum_member(Delivery, delivery, "delivery")
         on_missing = enum_member(OnMissing, on_missing, "on_missing")
+        if places and delivery is Delivery.AUTO:
+            delivery = Delivery.CHUNK_MAJOR
         target = as_buffer(buffer)
         route = self._routes.route_to(buffer)
         descriptor = Descriptor(
@@ -358,18 +365,21 @@ class Client:
             accept=accept,
             version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
         )
-        if offset < 0 or offset + descriptor.delivery_bytes > target.nbytes:
-            raise ValueError(f"{descriptor.delivery_bytes} bytes from {offset} on do not fit {target.nbytes}")
+        place = FetchPlace(target, offset, _filled_bytes(descriptor, places), tuple(places))
+        if offset < 0 or offset + place.nbytes > target.nbytes:
+            raise ValueError(f"{place.nbytes} bytes from {offset} on do not fit {target.nbytes}")
         if route.fetches is not None:
             agent_id = route.fetches.agent.agent_id()
             start = route.region_offset + offset
             descriptor = replace(
-                descriptor, rdma_target=RdmaTarget(agent_id, route.region_id, start, descriptor.delivery_bytes)
+                descriptor,
+                rdma_target=RdmaTarget(agent_id, route.region_id, start, place.nbytes),
+                places=place.places,
+                version=EXTENDED_VERSION if places else descriptor.version,
             )
         fetches = route.fetches or self._http_fetches
         silence_s = timeout_s or self._fetch_timeout_s
         decoders = None if accept is None or route.fetches is None else self._decoders
-        place = FetchPlace(target, offset, descriptor.delivery_bytes)
         running = FetchLedger(descriptor, place, self.bucket, silence_s, decoders)
         self._fetchers.submit(fetches.run, running)
         return LayerFetch(running, fetches.cancel, route.transport)
@@ -456,6 +466,20 @@ class Client:
         if route.fetches is None:
             raise RuntimeError("ucx is a one-sided transport")
         return Registered(route.fetches.agent, route.region_id)
+
+
+def _filled_bytes(descriptor: Descriptor, places: Sequence[int]) -> int:
+    """The bytes of the buffer, from the first place on, that the delivery may fill. Raises ValueError for places that
+    no descriptor may have.
+    """
+    if not places:
+        return descriptor.delivery_bytes
+    if descriptor.delivery is not Delivery.CHUNK_MAJOR or descriptor.accept is not None:
+        raise ValueError("places go with chunk-major delivery of exact chunks")
+    steps = np.diff(np.array(places, dtype=np.int64), prepend=-descriptor.layout.chunk_bytes)
+    if len(places) != descriptor.chunk_count or (steps < descriptor.layout.chunk_bytes).any():
+        raise ValueError("there is a place for each chunk, each at least a chunk's bytes after the one before")
+    return int(places[-1]) + descriptor.layout.chunk_bytes
 
 
 def _counted(matched: int, chunk_keys: Sequence[str]) -> int:

@@ -143,9 +143,8 @@ class ClusterPrefixes:
 
         async def ask(holding: Holding) -> int:
             storage = await self._members.storage(holding.member)
-            moves_nothing = replace(descriptor, rdma_target=None)
             own = await made_of(
-                holding, lambda: descriptor_of(moves_nothing, holding, 0, 1, on_missing=descriptor.on_missing)
+                holding, lambda: descriptor_of(descriptor.unplaced, holding, 0, 1, on_missing=descriptor.on_missing)
             )
             asked = storage.prefixes.count_prefix(access_key, bucket, own, descriptor.rdma_target)
             try:

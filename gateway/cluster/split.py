@@ -100,10 +100,11 @@ def descriptor_of(
     delivery where it has begun.
     """
     positions = tuple(holding.positions.tolist())
-    keys = whole.chunk_keys
+    keys, places = whole.chunk_keys, whole.places
     return replace(
         whole,
         chunk_keys=tuple([keys[position] for position in positions]),
+        places=tuple([places[position] for position in positions]) if places else (),
         on_missing=on_missing,
         delivery=whole.delivery if mode is None else Delivery(mode.value),
         version=EXTENDED_VERSION,
@@ -120,7 +121,8 @@ def descriptor_of(
 
 def cut_to(descriptor: Descriptor, chunk_count: int) -> Descriptor:
     """The descriptor of the first `chunk_count` chunks, which are stored."""
-    return replace(descriptor, chunk_keys=descriptor.chunk_keys[:chunk_count], on_missing=OnMissing.FAIL)
+    keys, places = descriptor.chunk_keys[:chunk_count], descriptor.places[:chunk_count]
+    return replace(descriptor, chunk_keys=keys, places=places, on_missing=OnMissing.FAIL)
 
 
 def of_whole(error: ChunkUnavailable, positions: Indices) -> ChunkUnavailable:

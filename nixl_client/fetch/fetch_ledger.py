@@ -28,11 +28,14 @@ from objectcache.kv_codecs.dropping import Kept
 
 @dataclass(frozen=True, slots=True)
 class FetchPlace:
-    """The `nbytes` of a buffer, from byte `offset` on, that a fetch fills."""
+    """The `nbytes` of a buffer, from byte `offset` on, that a fetch fills; with `places` only those bytes where the
+    chunks land, each whole, at these bytes after `offset`.
+    """
 
     buffer: Buffer
     offset: int
     nbytes: int
+    places: tuple[int, ...] = ()
 
     def overlaps(self, other: FetchPlace) -> bool:
         """Whether the two have some of the same bytes."""
@@ -43,6 +46,18 @@ class FetchPlace:
     def host_view(self) -> memoryview:
         """The bytes. Raises ValueError for device memory."""
         return self.buffer.host_view()[self.offset : self.offset + self.nbytes]
+
+    def chunk_runs(self, first_chunk: int, chunk_count: int, chunk_bytes: int) -> list[tuple[int, int]]:
+        """Start and end, in `host_view`, of the runs of bytes that these chunks fill, in their order."""
+        if not self.places:
+            return [(first_chunk * chunk_bytes, (first_chunk + chunk_count) * chunk_bytes)]
+        starts = np.array(self.places[first_chunk : first_chunk + chunk_count], dtype=np.int64)
+        firsts = np.flatnonzero(np.diff(starts, prepend=-chunk_bytes - 1) != chunk_bytes)
+        counts = np.diff(firsts, append=len(starts))
+        return [
+            (start, start + count * chunk_bytes)
+            for start, count in zip(starts[firsts].tolist(), counts.tolist(), strict=True)
+        ]
 
     def payload(self) -> Any:
         """The bytes as an array, of the device's where they lie there."""

@@ -228,8 +228,9 @@ class _Reading:
                 stream.read_into(view[start : start + nbytes])
                 self._on_layer(layer_index)
         else:
-            first = layout.delivery_bytes(subrequest.first_chunk)
-            stream.read_into(view[first : first + layout.delivery_bytes(chunk_count)])
+            place = self._fetch.place
+            for start, end in place.chunk_runs(subrequest.first_chunk, chunk_count, layout.chunk_bytes):
+                stream.read_into(view[start:end])
         with self._lock:
             self._ended = mode, stream.headers, time.monotonic() - began_s
 

@@ -67,8 +67,12 @@ class LayerFetch:
         )
 
     def wait_layer(self, layer_index: int, timeout_s: float | None = None) -> Layer:
-        """Block until the layer is complete. In chunk-major mode that is when everything is."""
+        """Block until the layer is complete. In chunk-major mode that is when everything is. Raises ValueError for a
+        fetch with places, whose layers are no arrays.
+        """
         running, place = self._running, self._running.place
+        if place.places:
+            raise ValueError("the chunks have places of their own: wait for all of them")
         if not 0 <= layer_index < self.descriptor.num_layers:
             raise IndexError(f"layer {layer_index} of {self.descriptor.num_layers}")
         mode, chunk_count = running.wait_until(

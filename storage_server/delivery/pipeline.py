@@ -16,7 +16,6 @@ import numpy as np
 from descriptors.descriptor import Descriptor, OnMissing, Portion
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.layer_forms import LayerForms
-from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tiers import Tier, TierRuns, runs_of
@@ -51,6 +50,7 @@ from storage_server.planning.plan import (
     TargetWithGaps,
     plan_delivery,
     plan_encoded,
+    plan_placed,
     plan_portion,
 )
 from storage_server.planning.rows import Rows, SourceTable, make_table, spans_of
@@ -130,16 +130,18 @@ def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> Delivery
 
 
 def _plan(
+    descriptor: Descriptor,
     mode: Mode,
-    layout: ChunkLayout,
     chunk_count: int,
-    portion: Portion | None,
     forms: LayerForms | None,
     payload_bytes_max: int,
     landing: TargetWithGaps,
 ) -> DeliveryPlan:
+    layout, portion = descriptor.layout, descriptor.portion
     if forms is not None and not forms.is_exact:
         return plan_encoded(mode, layout, forms.layer_bytes, payload_bytes_max, landing)
+    if descriptor.places:
+        return plan_placed(layout, descriptor.places[:chunk_count], payload_bytes_max, landing)
     if portion is not None:
         return plan_portion(mode, layout, portion, payload_bytes_max, landing)
     return plan_delivery(mode, layout, chunk_count, payload_bytes_max)
@@ -283,7 +285,7 @@ class Pipeline:
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
             if passing is not None:
                 payload_bytes_max = passing.payload_bytes_max(payload_bytes_max, layout.per_layer_chunk_bytes)
-            plan = _plan(mode, layout, len(chunks), portion, delivery.forms, payload_bytes_max, destination.landing)
+            plan = _plan(descriptor, mode, len(chunks), delivery.forms, payload_bytes_max, destination.landing)
             delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             delivery.progress.planned(mode, plan.group_count, plan.delivery_bytes, layer_compute_s)

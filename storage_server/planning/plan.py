@@ -16,7 +16,7 @@ of an ordinary delivery, whose L layers are one series with one size S.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -412,6 +412,26 @@ def plan_portion(
         payload_bytes_max=payload_bytes_max,
         first_group=first,
         gathers_packed=landing.gathers_packed,
+    )
+
+
+def plan_placed(
+    layout: ChunkLayout, places: Sequence[int], payload_bytes_max: int, landing: TargetWithGaps
+) -> DeliveryPlan:
+    """The plan for whole chunks of which each has its place in the target, in ascending order."""
+    series = Series(
+        group_count=1,
+        first_chunk=0,
+        slice_count=len(places),
+        slice_bytes=layout.chunk_bytes,
+        source_offset=0,
+        source_stride=layout.chunk_bytes,
+        target_offset=np.array(places, dtype=np.int64),
+        target_stride=0,
+        is_scattered=landing.is_scattered,
+    )
+    return DeliveryPlan(
+        Mode.CHUNK_MAJOR, len(places), (series,), payload_bytes_max, gathers_packed=landing.gathers_packed
     )
 
 

@@ -80,6 +80,37 @@ def test_layers_are_those_that_were_put(
     assert not buffer[:333].any(), "bytes before the offset are not ours to touch"
 
 
+@pytest.mark.parametrize("on_missing", OnMissing)
+def test_chunks_land_at_their_places_and_nothing_lands_between(
+    servers: Stack, stored: tuple[list[str], np.ndarray], transport: str, on_missing: OnMissing
+) -> None:
+    """As a pool of pages wants it: some side by side, some apart, by page or not."""
+    keys, chunks = stored
+    step, gaps = LAYOUT.chunk_bytes, [0, 0, 4096, 1, 0, 3 * LAYOUT.chunk_bytes, *[0] * (N - 6)]
+    places = [333 + index * step + sum(gaps[: index + 1]) for index in range(N)]
+    buffer = allocate(7 + places[-1] + step + 99)
+    buffer[:] = 0xAA
+    expected = buffer.copy()
+    with servers.client("chunks", transport) as client:
+        fetch = client.fetch(keys, LAYOUT, buffer, offset=7, places=places, on_missing=on_missing)
+        assert fetch.wait(30).chunk_count == N
+        for place, chunk in zip(places, chunks, strict=True):
+            expected[7 + place : 7 + place + step] = chunk
+        assert np.array_equal(buffer, expected)
+        with pytest.raises(ValueError, match="places"):
+            fetch.wait_layer(0, 30)
+        buffer[:], expected[:] = 0xAA, 0xAA
+        if on_missing is OnMissing.PREFIX:
+            wanted = [*keys[:4], "absent", *keys[5:]]
+            assert client.fetch(wanted, LAYOUT, buffer, places=places, on_missing=on_missing).wait(30).chunk_count == 4
+            for place, chunk in zip(places[:4], chunks[:4], strict=True):
+                expected[place : place + step] = chunk
+            assert np.array_equal(buffer, expected)
+        for bad in (places[:-1], places[::-1], [0, step - 1, *places[2:]]):
+            with pytest.raises(ValueError, match="place"):
+                client.fetch(keys, LAYOUT, buffer, places=bad)
+
+
 def test_plain_http_clients_get_the_payload_with_its_length(
     servers: Stack, stored: tuple[list[str], np.ndarray]
 ) -> None:

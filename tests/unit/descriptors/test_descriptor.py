@@ -48,12 +48,20 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         length = len(keys) * layers * slice_bytes + draw(st.integers(0, 1 << 30))
         target = RdmaTarget(draw(NAMES), draw(NAMES), draw(st.integers(0, 1 << 40)), length)
     compute = draw(st.sampled_from([0, 1, layers]))
+    places: tuple[int, ...] = ()
+    delivery = draw(st.sampled_from(Delivery))
+    if target is not None and delivery is Delivery.CHUNK_MAJOR and draw(st.booleans()):
+        gaps = draw(st.lists(st.integers(0, 1 << 40), min_size=len(keys), max_size=len(keys)))
+        places = tuple(sum(gaps[: i + 1]) + i * layers * slice_bytes for i in range(len(keys)))
+        target = replace(target, length=places[-1] + layers * slice_bytes)
     return Descriptor(
+        version=EXTENDED_VERSION if places else 1,
+        places=places,
         chunk_keys=keys,
         num_layers=layers,
         chunk_tokens=draw(st.integers(1, 4096)),
         per_layer_chunk_bytes=slice_bytes,
-        delivery=draw(st.sampled_from(Delivery)),
+        delivery=delivery,
         on_missing=draw(st.sampled_from(OnMissing)),
         rdma_target=target,
         request_id=draw(IDS) if target is not None or draw(st.booleans()) else None,
@@ -150,6 +158,9 @@ def good() -> dict[str, Any]:
     }
 
 
+PLACED = {"version": 2, "delivery": "chunk-major", "places": [0, 128]}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -180,6 +191,18 @@ def good() -> dict[str, Any]:
         ({"rdma_target": {"agent_id": "a b", "region_id": "r", "offset": 0, "length": 256}}, "rdma_target.agent_id"),
         ({"rdma_target": {"agent_id": "a", "region_id": "r", "offset": -1, "length": 256}}, "rdma_target.offset"),
         ({"rdma_target": {"agent_id": "a", "region_id": "r", "length": 256}}, "rdma_target.offset"),
+        ({"places": []}, "places"),
+        ({"places": [0, 128]}, "version"),
+        ({**PLACED, "places": [0]}, "places"),
+        ({**PLACED, "places": [0, "128"]}, "places.1"),
+        ({**PLACED, "places": [-1, 128]}, "places[0]"),
+        ({**PLACED, "places": [0, 1 << 64]}, "places[1]"),
+        ({**PLACED, "places": [0, 127]}, "places[1]"),
+        ({**PLACED, "places": [128, 0]}, "places[1]"),
+        ({**PLACED, "places": [0, 129]}, "rdma_target.length"),
+        ({**PLACED, "delivery": "auto"}, "places"),
+        ({**PLACED, "rdma_target": None}, "places"),
+        ({**PLACED, "accept": ["kivi4-1"], "element": "float16"}, "places"),
     ],
 )
 def test_each_rule_names_the_field_it_refuses(change: dict[str, Any], named: str) -> None:
@@ -220,7 +243,7 @@ def test_a_part_travels_in_the_binary_form_between_servers_alone(
 ) -> None:
     positions = tuple(index * (gap + 1) for index in range(whole.chunk_count))
     chunk_count = positions[-1] + 1 + data.draw(st.integers(0, 3))
-    needed = whole.layout.delivery_bytes(chunk_count)
+    needed = max(whole.layout.delivery_bytes(chunk_count), whole.target_bytes)
     target = None if whole.rdma_target is None else replace(whole.rdma_target, length=needed)
     portion = Portion(0, 2, chunk_count, positions, data.draw(st.integers(0, whole.num_layers - 1)))
     descriptor = replace(
