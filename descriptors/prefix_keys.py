@@ -18,9 +18,11 @@ import numpy as np
 
 from descriptors.layout import LAYOUT_ID
 
-ROOT, LMCACHE_ROOT = "kv", "lmcache"
-ROOTS = (ROOT, LMCACHE_ROOT)
-"""The first part of our chunks' names, and of LMCache's: the second part is the model's label in both."""
+ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT = "kv", "lmcache", "vllm"
+ROOTS = (ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT)
+"""The first part of the names of our chunks, of LMCache's, and of those of vLLM's tier: the second part is the model's
+label in all of them.
+"""
 LABEL_CHARACTERS_MAX = 64
 METADATA_CHARACTERS_MAX = 256
 """Each value has no more characters: an S3 object may have 2 KiB of metadata."""

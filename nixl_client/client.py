@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import mmap
 import os
 import threading
 import uuid
@@ -308,6 +309,13 @@ class Client:
         fill no other memory. Raises OSError when there is not so much memory.
         """
         return shared_memory.allocate(nbytes)
+
+    def adopt_buffer(self, fd: int, mapping: mmap.mmap) -> npt.NDArray[np.uint8]:
+        """`allocate_buffer` for memory that somebody else has made: `mapping` maps the memfd `fd` from its first byte
+        on, and all its pages are in place. Both stay the caller's. Raises ValueError for what is no memfd sealed
+        against shrinking.
+        """
+        return shared_memory.adopt(fd, mapping)
 
     def register_buffer(self, array: Any) -> Transport:
         """Make a buffer known to the server ahead of its first fetch. Returns the transport that fetches into it will

@@ -103,6 +103,8 @@ class FetchLedger:
         self.began_s = time.monotonic()
         self.is_over = False
         """Whether no transport writes into the buffer any more."""
+        self.have_writers_ended: Callable[[], bool] = lambda: False
+        """Whether all servers that may write into the buffer have surely ended."""
         self.is_answered = False
         self.given_up = ""
         self._violation: ProtocolViolationError | None = None

@@ -60,6 +60,7 @@ class OneSidedFetches:
         if fetch.is_cancelling:
             raise ServerError(ErrorCode.CANCELLED, "the fetch was cancelled")
         self.agent.receiver.listen(request_id, fetch.on_notice)
+        fetch.have_writers_ended = self.agent.receiver.writers()
         try:
             self._settle_before(fetch)
             answer = self._post(fetch, timeout_s)
@@ -138,9 +139,14 @@ class OneSidedFetches:
 
     def cancel(self, fetch: FetchLedger) -> None:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
-        cannot be asked.
+        cannot be asked, unless it has surely ended.
         """
-        self._cancel(fetch, self.agent.writers_header())
+        try:
+            self._cancel(fetch, self.agent.writers_header())
+        except UnansweredError:
+            if not fetch.have_writers_ended():
+                raise
+            fetch.settle()
 
     def _cancel(self, fetch: FetchLedger, writers: dict[str, str] | None) -> None:
         self._stop(fetch, writers)
@@ -166,6 +172,7 @@ class OneSidedFetches:
             self.agent.mark_gone(target.agent_id)
             renamed = replace(target, agent_id=self.agent.agent_id())
             fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
+            fetch.have_writers_ended = self.agent.receiver.writers()
             return self._post_once(fetch, timeout_s)
 
     def _post_once(self, fetch: FetchLedger, timeout_s: float) -> SignedAnswer:

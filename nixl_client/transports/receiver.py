@@ -33,6 +33,9 @@ class Receiver(Protocol):
     def ended_ids(self) -> list[str]:
         """Members of a cluster that surely write into our memory no more, because they have ended."""
 
+    def writers(self) -> Callable[[], bool]:
+        """A question to ask later: whether all that may write into our memory now have surely ended by then."""
+
     def on_forgotten(self) -> None:
         """The server has forgotten us: the next message to it is a registration."""
 

@@ -58,9 +58,28 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     except BaseException:
         os.close(fd)
         raise
+    return _known(fd, mapping, nbytes)
+
+
+def adopt(fd: int, mapping: mmap.mmap) -> npt.NDArray[np.uint8]:
+    """An array over memory that somebody else has made: `mapping` maps the memfd `fd` from its first byte on. Servers
+    take it as they take memory of `allocate` if all its pages are in place. Both stay the caller's; the memory is known
+    as long as the mapping lives. Raises ValueError for what is no memfd sealed against shrinking.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("the memory is no memfd sealed against shrinking")
+    return _known(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), mapping, len(mapping))
+
+
+def _known(fd: int, mapping: mmap.mmap, nbytes: int) -> npt.NDArray[np.uint8]:
+    """The array; `fd` is closed with the mapping."""
     array = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
     address = int(array.ctypes.data)
-    _allocated[fd] = SharedMemory(address, size, fd, weakref.ref(mapping))
+    _allocated[fd] = SharedMemory(address, len(mapping), fd, weakref.ref(mapping))
     weakref.finalize(mapping, _forget, fd)
     return array
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import queue
 import socket
@@ -111,6 +112,14 @@ class ShmReceiver:
         with self._lock:
             return [name for name, connection in self._connections.items() if name != SINGLE and connection.has_ended]
 
+    def writers(self) -> Callable[[], bool]:
+        """They have ended when each has closed its connection: the kernel closes that of a process that has ended, and
+        a server closes it when nothing writes.
+        """
+        with self._lock:
+            connections = list(self._connections.values())
+        return lambda: bool(connections) and all(each.was_closed_there for each in connections)
+
     def on_forgotten(self) -> None:
         """The server closes the connection of a client that it has forgotten: close our end."""
         with self._lock:
@@ -193,6 +202,9 @@ class ShmConnection:
             raise ShmUnavailableError(f"the server is not on this host: {error}") from error
         self._socket.settimeout(None)
         self.has_ended = False
+        self.was_closed_there = False
+        """Whether the server has closed it, and not we."""
+        self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="objectcache-shm", daemon=True)
         self._thread.start()
 
@@ -223,6 +235,7 @@ class ShmConnection:
 
     def close(self) -> None:
         """Close the connection, and wait for the thread, unless the caller is that thread."""
+        self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -240,7 +253,9 @@ class ShmConnection:
                     continue
                 with contextlib.suppress(NoticeError):
                     self._on_notice(decode_notice(data))
+            self.was_closed_there = not self._is_closing
         except OSError as error:
+            self.was_closed_there = error.errno == errno.ECONNRESET and not self._is_closing
             _log.debug("the shm connection ended: %s", error)
         finally:
             self.has_ended = True

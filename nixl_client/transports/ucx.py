@@ -65,6 +65,10 @@ class UcxReceiver:
         """None: UCX does not tell."""
         return []
 
+    def writers(self) -> Callable[[], bool]:
+        """Nothing here tells that a server has ended."""
+        return lambda: False
+
     def on_forgotten(self) -> None:
         """The NIXL agent can be registered again as it is."""
 

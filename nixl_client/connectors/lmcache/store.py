@@ -27,7 +27,7 @@ from nixl_client.connectors.lmcache.chunks import (
     worth_loading,
 )
 from nixl_client.connectors.lmcache.options import LMCacheOptions
-from nixl_client.connectors.lmcache.staging import LMCacheStaging
+from nixl_client.connectors.load_staging import LoadStaging
 from nixl_client.connectors.startup import say
 from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
@@ -104,7 +104,7 @@ class ChunkStore:
             fetch_timeout_s=options.store_timeout_s,
         )
         say(self._lookups)
-        self._staging = LMCacheStaging(self._loads, options.staging_bytes, options.loads_max)
+        self._staging = LoadStaging(self._loads, options.staging_bytes, options.loads_max)
 
     def warm(self) -> None:
         """Prepare for loads, in the background."""

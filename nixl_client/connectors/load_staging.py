@@ -1,4 +1,4 @@
-"""Buffers that servers fill: memory of our own, because a server may go on writing after a deadline, when LMCache's
+"""Buffers that servers fill: memory of our own, because a server may go on writing after a deadline, when the engine's
 memory has long gone back to its pool.
 """
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.uint8]
 _log = logging.getLogger(__name__)
 
 
-class LMCacheStaging:
+class LoadStaging:
     """At most `count` buffers, made when they are first needed. A buffer that somebody may still write into counts
     until that is over.
     """

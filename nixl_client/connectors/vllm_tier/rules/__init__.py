@@ -1,0 +1,1 @@
+"""What the tier decides. Pure: no clock, no network, no vLLM."""

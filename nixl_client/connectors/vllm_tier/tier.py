@@ -1,0 +1,311 @@
+"""`ObjectCacheTier`: vLLM's secondary tier over ObjectCache. Everything here runs in the scheduler's thread and returns
+at once; `traffic` has the threads that talk to the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from nixl_client.connectors.vllm.engine import join_log
+from nixl_client.connectors.vllm.naming import short_name
+from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
+from nixl_client.connectors.vllm_tier.options import TierOptions
+from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
+from nixl_client.connectors.vllm_tier.rules.jobs import Job, JobEnd
+from nixl_client.connectors.vllm_tier.rules.naming import TierSpace, group_of
+from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
+from nixl_client.connectors.vllm_tier.rules.verdicts import Verdicts
+from nixl_client.connectors.vllm_tier.start import introduce
+from nixl_client.connectors.vllm_tier.traffic import TierTraffic
+from nixl_client.transports.shared_memory import adopt
+
+METRICS = {
+    "lookups": "Questions which chunks are stored",
+    "looked_up_chunks": "Chunks that were asked for",
+    "found_chunks": "Chunks that were found stored",
+    "lookup_failures": "Questions that failed, and were taken as misses",
+    "lookup_s": "Seconds until questions were answered",
+    "loads": "Loads",
+    "fetches": "Requests of loads",
+    "loaded_chunks": "Chunks loaded",
+    "loaded_bytes": "Bytes loaded",
+    "load_s": "Seconds spent in loads",
+    "load_failures": "Loads that failed",
+    "lost_chunks": "Chunks to be computed since they were not loaded",
+    "stored_chunks": "Chunks written",
+    "stored_bytes": "Bytes written",
+    "stored_already_chunks": "Chunks not written since they were stored already",
+    "store_failures": "Stores that failed",
+    "dropped_chunks": "Chunks not written for want of time or room",
+}
+_PREFIX = "vllm:objectcache_tier_"
+_DRAIN_TOLD_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """`options` are those of docs/guides/vllm.md. Raises ValueError for options that cannot be; a store that is not
+    there keeps no engine from starting.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: str = "REMOTE",
+        enable_kv_events: bool = False,
+        **options: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        join_log()
+        self.locality = Locality(locality)
+        self._options = TierOptions.of(options)
+        self._events: list[OffloadingEvent] | None = None
+        if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+        cards = [card for card in getattr(offloading_spec, "cards", list)() if card is not None]
+        config = offloading_spec.config
+        row_bytes = self.block_size_bytes
+        self._forms = _forms(config, cards, row_bytes)
+        self._space = _space(config, cards, self._forms, row_bytes, self._options.epoch)
+        self.traffic = TierTraffic(
+            self._options,
+            self._space,
+            self._forms,
+            _region(getattr(offloading_spec, "_scheduler_mmap", None), primary_kv_view),
+            row_bytes,
+        )
+        self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
+        self._has_answers = True
+        self._is_used = None not in self._forms.values()
+        hashing = cards[0].hashing if cards else ""
+        threading.Thread(
+            target=introduce,
+            args=(self.traffic.lookups, self._space, hashing, self.traffic.warm),
+            name="objectcache-tier-start",
+            daemon=True,
+        ).start()
+
+    @cached_property
+    def space(self) -> TierSpace:
+        """The objects of this engine, and of those that share with it."""
+        return self._space
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """RETRY once, then HIT or MISS, from memory."""
+        if not self._is_used:
+            return LookupResult.MISS
+        if self._has_answers:
+            self._take_answers()
+        is_stored = self._verdicts.lookup(key, req_context.req_id)
+        if is_stored is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if is_stored else LookupResult.MISS
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load these chunks into their slots."""
+        self.traffic.load(self._job(job_metadata, list(job_metadata.keys), is_load=True))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store those of these chunks that are missing, in the order of the prompt: eviction takes the last ones first,
+        and a store that fails has stored the first ones.
+        """
+        if not self._is_used:
+            self.traffic.skip(self._job(job_metadata, list(job_metadata.keys), is_load=False))
+            return
+        position = job_metadata.req_context.get_offload_key_position
+        keys = sorted(job_metadata.keys, key=lambda key: (position(key) or 0, group_of(key)))
+        self.traffic.store(self._job(job_metadata, keys, is_load=False))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Each job once, when nothing touches its slots any more."""
+        return [self._result(end) for end in self.traffic.book.take()]
+
+    def has_pending_work(self) -> bool:
+        """Whether an answer is to come, which the engine must step for."""
+        return self._verdicts.is_waiting
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What this engine has stored."""
+        if self._events is not None:
+            taken, self._events = self._events, []
+            yield from taken
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Chunks are stored as they come."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what was known for it."""
+        self._verdicts.finished(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask for what was looked up in this step, in one question."""
+        self._take_answers()
+        self._has_answers = True
+        batch = self._verdicts.take_batch(time.monotonic())
+        if batch is not None:
+            self.traffic.ask(batch)
+
+    def drain_jobs(self) -> None:
+        """Drop stores that wait, and return when nothing touches the primary tier any more."""
+        self.traffic.cancel_waiting()
+        while not self.traffic.book.wait_idle(_DRAIN_TOLD_S):
+            _log.warning("waiting for %d transfers to end", self.traffic.book.running_count)
+
+    def shutdown(self) -> None:
+        """May be called again, and after a failed start."""
+        traffic = getattr(self, "traffic", None)
+        if traffic is not None:
+            traffic.close()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The tier's counters."""
+        return {f"{_PREFIX}{name}": OffloadingCounterMetadata(documentation=text) for name, text in METRICS.items()}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        counts = {name: amount for name, amount in self.traffic.counters.take().items() if amount}
+        if not counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, amount in counts.items():
+            stats.increase_counter(f"{_PREFIX}{name}", amount)
+        return stats
+
+    def _take_answers(self) -> None:
+        while True:
+            try:
+                self._verdicts.answered(*self.traffic.answers.get_nowait())
+            except queue.Empty:
+                break
+        self._verdicts.expire(time.monotonic())
+        self._has_answers = False
+
+    def _job(self, job: TransferJob, keys: list[OffloadKey], *, is_load: bool) -> Job:
+        slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        return Job(
+            job_id=job.job_id,
+            keys=tuple(keys),
+            slots=tuple(slots[key] for key in keys),
+            is_load=is_load,
+            began_s=time.monotonic(),
+            content_class=self._options.content_class,
+        )
+
+    def _result(self, end: JobEnd) -> JobResult:
+        job = end.job
+        if job.is_load and not end.is_good:  # else vLLM would ask for them again and again
+            self._verdicts.missed(set(job.keys) - end.done)
+        if not job.is_load and self._events is not None and end.done:
+            self._events.append(_stored(end.done, self.locality, self.tier_type))
+        return JobResult(
+            job_id=job.job_id,
+            success=end.is_good,
+            successful_keys=list(end.done) if job.is_load else None,
+            transfer_time=end.seconds,
+            transfer_bytes=end.nbytes or None,
+        )
+
+
+def _stored(keys: Collection[bytes], locality: Locality, tier_type: str) -> OffloadingEvent:
+    return OffloadingEvent(
+        keys=list(keys), medium=Medium.STORAGE, removed=False, locality=locality, ownership=tier_type
+    )
+
+
+def _forms(config: Any, cards: list[EngineCard], row_bytes: int) -> dict[int, RowForm | None]:
+    """How the rows of each group are used, by the group's number in keys; None for each where nothing is stored, since
+    a prefix needs all of them. It says why, for people.
+    """
+    nothing: dict[int, RowForm | None] = dict.fromkeys(group.group_id for group in config.groups)
+    if any(card.has_adapters for card in cards):
+        _log.warning("ObjectCache IS NOT USED: with LoRA vLLM names an adapter's KV by its path, not by its weights")
+        return nothing
+    if len(cards) == config.parallel.world_size and len({card.identity for card in cards}) == 1:
+        distinct = cards[:1] if config.canonical_layout or config.replicated_layout else cards
+        try:
+            forms = forms_of(distinct, len(config.groups), row_bytes, config.cache.blocks_per_chunk)
+        except ValueError as error:
+            _log.warning("ObjectCache IS NOT USED: %s", error)
+            return nothing
+        if None in forms:
+            count = sum(form is None for form in forms)
+            _log.warning(
+                "ObjectCache IS NOT USED: chunks of %d of %d groups may lack blocks; leave blocks_per_chunk at 1",
+                count,
+                len(forms),
+            )
+            return nothing
+        return dict(zip(nothing, forms, strict=True))
+    form = even_form(config, row_bytes)
+    if form is None:
+        _log.warning(
+            "ObjectCache IS NOT USED: which bytes of a row are used is not known; use spec_name ObjectCacheTieringSpec"
+        )
+        return nothing
+    return dict.fromkeys(nothing, form)
+
+
+def _space(
+    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], row_bytes: int, epoch: str
+) -> TierSpace:
+    parallel = config.parallel
+    is_shared = config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic)
+    fields: dict[str, object] = {
+        "identity": cards[0].identity if cards else named_weights(config.model.name),
+        "platform": cards[0].platform if cards else platform_name(),
+        "epoch": epoch,
+        "dtype": str(config.model.dtype),
+        "layout": config.kv_cache_layout,
+        "canonical": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
+        "replicated": config.replicated_layout,
+        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "row_bytes": None if is_shared else row_bytes,
+        "used": [None if form is None else form.spans.tolist() for form in forms.values()],
+        "ranks": None
+        if is_shared
+        else [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+    }
+    name = cards[0].name if cards else short_name(config.model.name)
+    return TierSpace(name, fields)
+
+
+def _region(scheduler_mmap: Any, view: memoryview) -> Bytes:
+    """The primary tier as one array: memory that servers on this host may fill where it is such."""
+    if scheduler_mmap is not None:
+        try:
+            return adopt(scheduler_mmap.fd, scheduler_mmap.mmap_obj)[: view.nbytes]
+        except ValueError as error:
+            _log.info("no storage server on this host fills the primary tier: %s", error)
+    return np.frombuffer(view.cast("B"), dtype=np.uint8)
