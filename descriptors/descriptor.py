@@ -247,6 +247,11 @@ class Descriptor:
         """The same request, for exact bytes only."""
         return self if self.accept is None else replace(self, accept=None, version=PROTOCOL_VERSION)
 
+    def cut_to(self, chunk_count: int) -> Descriptor:
+        """The request for the first `chunk_count` chunks, all of which must be there."""
+        keys, places = self.chunk_keys[:chunk_count], self.places[:chunk_count]
+        return replace(self, chunk_keys=keys, places=places, on_missing=OnMissing.FAIL)
+
     @property
     def unplaced(self) -> Descriptor:
         """The same request, without the memory that it is for."""

@@ -32,7 +32,7 @@ from gateway.cluster.body_delivery import BodyDelivery, NotEncodedError
 from gateway.cluster.dividing import divided, made_of
 from gateway.cluster.members import QUESTION_S_MAX, ROUNDS_MAX, Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, of_whole, present_of, tiers_of
+from gateway.cluster.split import Holding, descriptor_of, matched_of, of_whole, present_of, tiers_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ClusterPrefixes:
             count = await self._count(access_key, bucket, descriptor, without)
             if count == 0:
                 raise _missing(0)
-            descriptor = cut_to(descriptor, count)
+            descriptor = descriptor.cut_to(count)
         if descriptor.request_id is None:
             descriptor = replace(descriptor, request_id=secrets.token_hex(16))
         else:

@@ -119,12 +119,6 @@ def descriptor_of(
     )
 
 
-def cut_to(descriptor: Descriptor, chunk_count: int) -> Descriptor:
-    """The descriptor of the first `chunk_count` chunks, which are stored."""
-    keys, places = descriptor.chunk_keys[:chunk_count], descriptor.places[:chunk_count]
-    return replace(descriptor, chunk_keys=keys, places=places, on_missing=OnMissing.FAIL)
-
-
 def of_whole(error: ChunkUnavailable, positions: Indices) -> ChunkUnavailable:
     """A portion's error with the index of the chunk in the whole prefix."""
     if error.index is None or error.code not in CHUNK_CODES:

@@ -194,12 +194,8 @@ class FetchLedger:
             self.descriptor = replace(self.descriptor, request_id=self.request_id)
             if told.mode is not None and told.chunk_count is not None:
                 self._has_told_before = True
-                self.descriptor = replace(
-                    self.descriptor,
-                    chunk_keys=self.descriptor.chunk_keys[: told.chunk_count],
-                    on_missing=OnMissing.FAIL,
-                    delivery=Delivery(told.mode.value),
-                )
+                cut = self.descriptor.cut_to(told.chunk_count)
+                self.descriptor = replace(cut, delivery=Delivery(told.mode.value))
             self.state = _new_state(self.descriptor, self.request_id)
             self.kept.clear()
             if told.mode is not None and told.chunk_count is not None:

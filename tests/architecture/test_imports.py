@@ -64,7 +64,11 @@ PURE_FOLDERS = (
     "storage_server/planning",
     "storage_server/delivery/scheduler",
     "storage_server/cache/policies",
-    *(str(path.relative_to(ROOT)) for top in ("objectcache", "storage_server") for path in (ROOT / top).rglob("rules")),
+    *(
+        str(path.relative_to(ROOT))
+        for top in ("objectcache", "storage_server", "nixl_client")
+        for path in (ROOT / top).rglob("rules")
+    ),
     "objectcache/kv_codecs",
 )
 PURE_MODULES = (

@@ -31,6 +31,19 @@ class Engines:
         """An engine with one."""
         return self._host.engine(EngineSettings(str(self._model), options, connector))
 
+    def tiered(
+        self, tier: dict[str, Json], model: Path | None = None, *, is_asynchronous: bool = False, **options: Json
+    ) -> AbstractContextManager[Engine]:
+        """An engine of this model, or of the one, with vLLM's offloading over a store."""
+        settings = EngineSettings(
+            str(model or self._model), options, tier, is_tier=True, is_asynchronous=is_asynchronous
+        )
+        return self._host.engine(settings)
+
+    def plain_of(self, model: Path, **options: Json) -> AbstractContextManager[Engine]:
+        """An engine of another model, without a store."""
+        return self._host.engine(EngineSettings(str(model), options))
+
     def multiprocess(self, connector: dict[str, Json], **options: Json) -> AbstractContextManager[Engine]:
         """One as `vllm serve` runs it: the engine's core is a process of its own."""
         return self._host.fresh_engine(EngineSettings(str(self._model), options, connector, is_multiprocess=True))

@@ -44,6 +44,63 @@ def hooked(moment: Moment, scheduler: Any, worker: Any, reach: Reach) -> Iterato
         delattr(owner, name)
 
 
+@contextmanager
+def hooked_tier(moment: Moment, _: Any, traffic: Any, reach: Reach) -> Iterator[Once]:
+    """`hooked` for the tier: before a lookup, after one that found something, in a load, before a put."""
+    once = Once(reach)
+    if moment in (Moment.LOOKUP, Moment.MATCHED):
+        hook = _presence(traffic.lookups, moment, once)
+    elif moment == Moment.LAYER:
+        hook = _fetch(traffic._loads, once)
+    else:
+        hook = _put(traffic._stores, once)
+    owner, name, replacement = hook
+    setattr(owner, name, replacement)
+    try:
+        yield once
+    finally:
+        delattr(owner, name)
+
+
+def overlap_steps() -> None:
+    """Have vLLM schedule asynchronously: only its platform for CPUs switches that off, the scheduler does not mind."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def hook(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(hook)
+
+
+def _presence(client: Any, moment: Moment, once: Once) -> tuple[Any, str, Callable[..., Any]]:
+    present = client.present
+
+    def hook(*arguments: Any, **named: Any) -> Any:
+        if moment == Moment.LOOKUP:
+            once()
+        found = present(*arguments, **named)
+        if moment == Moment.MATCHED and any(found):
+            once()
+        return found
+
+    return client, "present", hook
+
+
+def _fetch(client: Any, once: Once) -> tuple[Any, str, Callable[..., Any]]:
+    fetch = client.fetch
+
+    def hook(*arguments: Any, **named: Any) -> Any:
+        begun = fetch(*arguments, **named)
+        begun.wait_admitted(60)
+        once()
+        return begun
+
+    return client, "fetch", hook
+
+
 def _lookup(client: Any, moment: Moment, once: Once) -> tuple[Any, str, Callable[..., int]]:
     look_up = client.lookup
 

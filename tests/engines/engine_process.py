@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import IO, Any
 
-from tests.engines.disturb import hooked
+from tests.engines.disturb import hooked, hooked_tier, overlap_steps
 from tests.engines.messages import EngineSettings, Moment, Operation
 
 SETTLE_S = 60.0
@@ -44,6 +44,9 @@ class RunningEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.is_multiprocess))
         from vllm import LLM
 
+        if settings.is_asynchronous:
+            overlap_steps()
+
         options: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "block_size": 32,
@@ -53,9 +56,15 @@ class RunningEngine:
             "seed": 0,
             "enforce_eager": True,
             "disable_log_stats": False,
-            "async_scheduling": False,
+            "async_scheduling": settings.is_asynchronous,
         }
-        if settings.connector is not None:
+        if settings.is_tier:
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": settings.connector,
+            }
+        elif settings.connector is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "ObjectCacheConnector",
                 "kv_connector_module_path": "nixl_client.connectors.vllm",
@@ -67,6 +76,7 @@ class RunningEngine:
         self._llm = LLM(model=settings.model, **(options | settings.options))
         self._core = None if settings.is_multiprocess else self._llm.llm_engine.engine_core.engine_core
         self._has_connector = settings.connector is not None
+        self._is_tier = settings.is_tier
 
     def generate(self, prompts: list[dict[str, Any]], max_tokens: list[int], moment: str | None) -> dict[str, Any]:
         """Greedy tokens of these prompts, all at once, and what was counted. `max_tokens` is for each."""
@@ -76,7 +86,8 @@ class RunningEngine:
             tokens = self._generate(prompts, max_tokens)
             lost_blocks = self._settle()
         else:
-            with hooked(Moment(moment), *self._connectors(), self._reach) as once:
+            hook = hooked_tier if self._is_tier else hooked
+            with hook(Moment(moment), *self._connectors(), self._reach) as once:
                 tokens = self._generate(prompts, max_tokens)
                 lost_blocks = self._settle()
             has_happened = once.has_happened
@@ -138,6 +149,9 @@ class RunningEngine:
     def _is_written(self) -> bool:
         if not self._has_connector:
             return True
+        if self._is_tier:
+            scheduler, traffic = self._connectors()
+            return not scheduler._jobs and not scheduler.manager.has_pending_work() and not traffic.book.running_count
         worker = self._connectors()[1]._worker
         return worker is None or bool(worker._writer._ledger.is_idle)
 
@@ -145,12 +159,17 @@ class RunningEngine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         assert self._core is not None
+        if self._is_tier:
+            offloading = self._core.scheduler.connector.connector_scheduler
+            return offloading, offloading.manager.secondary_tiers[0].traffic
         return self._core.scheduler.connector, get_kv_transfer_group()
 
     def _counters(self) -> dict[str, float]:
         if self._core is None or not self._has_connector:
             return {}
         scheduler, worker = self._connectors()
+        if self._is_tier:
+            return dict(worker.counters.totals)
         return {**scheduler.counters.totals, **worker.counters.totals}
 
     def _metrics(self) -> dict[str, float]:

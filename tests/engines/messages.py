@@ -45,12 +45,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """A vLLM engine: `options` go to `LLM`, `connector` is its kv_connector_extra_config; None is a plain engine."""
+    """A vLLM engine: `options` go to `LLM`, `connector` is its kv_connector_extra_config; None is a plain engine. With
+    `is_tier` it is that of vLLM's own OffloadingConnector. `is_asynchronous` has the steps overlap, which vLLM does on
+    GPUs only.
+    """
 
     model: str
     options: dict[str, Json] = field(default_factory=dict)
     connector: dict[str, Json] | None = None
     is_multiprocess: bool = False
+    is_tier: bool = False
+    is_asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)

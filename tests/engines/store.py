@@ -33,6 +33,10 @@ class Store:
         """The connector's options."""
         return connector_options(self.endpoint, **options)
 
+    def tier(self, **options: Json) -> dict[str, Json]:
+        """The options of vLLM's tier."""
+        return tier_options(self.endpoint, **options)
+
     def stop(self) -> None:
         """It hangs."""
         os.kill(self.server.pid, signal.SIGSTOP)
@@ -126,6 +130,25 @@ def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
             **options,
         }
     )
+
+
+def tier_options(endpoint: str, **options: Json) -> dict[str, Json]:
+    """vLLM's kv_connector_extra_config for its tier: a small primary tier, and waits that no busy machine ends."""
+    waits: dict[str, Json] = {"lookup_timeout_s": 30.0, "store_wait_s": 60.0, "retry_s": 0.5}
+    engine = {name: options.pop(name) for name in ("blocks_per_chunk", "cpu_bytes_to_use") if name in options}
+    internals = options.pop("internals", {})
+    assert isinstance(internals, dict)
+    return {
+        "spec_name": "ObjectCacheTieringSpec",
+        "spec_module_path": "nixl_client.connectors.vllm_tier",
+        "cpu_bytes_to_use": 128 << 20,
+        "endpoint": endpoint,
+        "bucket": BUCKET,
+        "load_timeout_s": 60.0,
+        "internals": {**waits, **internals},
+        **engine,
+        **options,
+    }
 
 
 def free_port() -> int:

@@ -44,9 +44,7 @@ def make_gpt_oss(folder: Path) -> None:
     """gpt-oss: every second layer has a window; experts and sinks."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(
-        **_COMMON, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
-    )
+    config = GptOssConfig(**_COMMON, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2)
     _save(folder, config, GptOssForCausalLM, 23)
 
 
@@ -79,7 +77,9 @@ def make_lfm2(folder: Path) -> None:
         layer_types=["conv", "conv", "full_attention", "conv"],
         conv_L_cache=3,
     )
-    config.conv_dim = config.conv_dim_out = config.block_dim = config.hidden_size  # vLLM 0.32 reads what transformers has dropped
+    config.conv_dim = config.conv_dim_out = config.block_dim = (
+        config.hidden_size
+    )  # vLLM 0.32 reads what transformers has dropped
     _save(folder, config, Lfm2ForCausalLM, 31)
 
 

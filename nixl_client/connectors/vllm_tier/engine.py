@@ -105,7 +105,7 @@ def _is_whole(vllm_config: Any, layer_names: Sequence[str]) -> bool:
 
 
 def named_weights(model: str) -> str:
-    """What tells the weights apart where no worker has left a card: samples of their files, or else the name alone."""
+    """The text that tells the weights apart where no worker has left a card: samples of their files, or the name."""
     try:
         return fingerprint(Path(model))
     except OSError:

@@ -62,8 +62,8 @@ class OfferedRegion:
         return [parse_card(os.pread(self._fd, CARD_BYTES, place)) for place in places]
 
     def hide(self) -> None:
-        """Remove the link, once all processes of the engine have opened the memory: then nothing is left of it when they
-        have ended, however they end.
+        """Remove the link, once all processes of the engine have opened the memory: then nothing is left of it when
+        they have ended, however they end.
         """
         with contextlib.suppress(OSError):
             self._path.unlink()

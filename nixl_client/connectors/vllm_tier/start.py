@@ -1,5 +1,5 @@
-"""What the tier says when an engine starts: whether the store is there, with whom the engine shares, and whether the
-others hash as it does.
+"""The tier says when an engine starts whether the store is there, with whom the engine shares, and whether the others
+hash as it does.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from nixl_client.connectors.vllm.engine import join_log
 from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
+from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
 from nixl_client.connectors.vllm_tier.options import TierOptions
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
-from nixl_client.connectors.vllm_tier.rules.jobs import Job, JobEnd
 from nixl_client.connectors.vllm_tier.rules.naming import TierSpace, group_of
 from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
 from nixl_client.connectors.vllm_tier.rules.verdicts import Verdicts
@@ -153,7 +153,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         return self._verdicts.is_waiting
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What this engine has stored."""
+        """The chunks that this engine has stored."""
         if self._events is not None:
             taken, self._events = self._events, []
             yield from taken
@@ -170,9 +170,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         """Ask for what was looked up in this step, in one question."""
         self._take_answers()
         self._has_answers = True
-        batch = self._verdicts.take_batch(time.monotonic())
-        if batch is not None:
-            self.traffic.ask(batch)
+        question = self._verdicts.take_question(time.monotonic())
+        if question is not None:
+            self.traffic.ask(question)
 
     def drain_jobs(self) -> None:
         """Drop stores that wait, and return when nothing touches the primary tier any more."""
@@ -192,7 +192,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         return {f"{_PREFIX}{name}": OffloadingCounterMetadata(documentation=text) for name, text in METRICS.items()}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counts = {name: amount for name, amount in self.traffic.counters.take().items() if amount}
         if not counts:
             return None
@@ -210,9 +210,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._verdicts.expire(time.monotonic())
         self._has_answers = False
 
-    def _job(self, job: TransferJob, keys: list[OffloadKey], *, is_load: bool) -> Job:
+    def _job(self, job: TransferJob, keys: list[OffloadKey], *, is_load: bool) -> TierJob:
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
-        return Job(
+        return TierJob(
             job_id=job.job_id,
             keys=tuple(keys),
             slots=tuple(slots[key] for key in keys),
@@ -221,7 +221,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             content_class=self._options.content_class,
         )
 
-    def _result(self, end: JobEnd) -> JobResult:
+    def _result(self, end: TierJobEnd) -> JobResult:
         job = end.job
         if job.is_load and not end.is_good:  # else vLLM would ask for them again and again
             self._verdicts.missed(set(job.keys) - end.done)

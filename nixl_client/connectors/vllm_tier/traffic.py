@@ -1,5 +1,5 @@
-"""What the tier moves: lookups, loads and stores, in threads of its own, so that the scheduler never waits. Nothing
-here raises for what the store does: a failure is a miss, or a store that did not happen.
+"""The tier's lookups, loads and stores, in threads of their own, so that the scheduler never waits. Nothing here raises
+for what the store does: a failure is a miss, or a store that did not happen.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from descriptors.layout import ChunkLayout
 from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.load_staging import LoadStaging
+from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd, TierJobs
 from nixl_client.connectors.vllm_tier.options import TierOptions
-from nixl_client.connectors.vllm_tier.rules.jobs import Job, JobBook, JobEnd
 from nixl_client.connectors.vllm_tier.rules.naming import TierSpace, group_of, object_name
 from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
-from nixl_client.connectors.vllm_tier.rules.verdicts import Batch
+from nixl_client.connectors.vllm_tier.rules.verdicts import Question
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
@@ -60,9 +60,9 @@ class TierTraffic:
         row_bytes: int,
     ) -> None:
         self.counters = Counters()
-        self.book = JobBook()
-        self.answers: queue.SimpleQueue[tuple[Batch, Sequence[bool]]] = queue.SimpleQueue()
-        """What the store has answered, for the thread of the scheduler."""
+        self.book = TierJobs()
+        self.answers: queue.SimpleQueue[tuple[Question, Sequence[bool]]] = queue.SimpleQueue()
+        """The store's answers, for the thread of the scheduler."""
         self._options = options
         self._space = space
         self._prefix = space.prefix
@@ -107,25 +107,25 @@ class TierTraffic:
         with self._lock:
             return self._breaker.is_open(time.monotonic())
 
-    def ask(self, batch: Batch) -> None:
+    def ask(self, question: Question) -> None:
         """Ask which of these chunks are stored; the answer goes to `answers`."""
         if self.is_resting:
-            self.answers.put((batch, [False] * len(batch.keys)))
+            self.answers.put((question, [False] * len(question.keys)))
         else:
-            self._lookers.submit(partial(self._look_up, batch))
+            self._lookers.submit(partial(self._look_up, question))
 
-    def load(self, job: Job) -> None:
+    def load(self, job: TierJob) -> None:
         """Load chunks into their slots."""
         self.book.begin(job)
         if self.is_resting:
-            self.book.end(JobEnd(job, frozenset()))
+            self.book.end(TierJobEnd(job, frozenset()))
             return
         with self._lock:
             self._load_count += 1
             self._loads_idle.clear()
         self._loaders.submit(partial(self._load, job))
 
-    def store(self, job: Job) -> None:
+    def store(self, job: TierJob) -> None:
         """Store those chunks that are missing, unless too many wait already."""
         is_full = self.book.waiting_chunks + len(job.keys) > self._options.store_queue_chunks
         self.book.begin(job)
@@ -134,10 +134,10 @@ class TierTraffic:
         else:
             self._storers.submit(partial(self._store, job))
 
-    def skip(self, job: Job) -> None:
+    def skip(self, job: TierJob) -> None:
         """A job of chunks that are not to be stored."""
         self.book.begin(job)
-        self.book.end(JobEnd(job, frozenset(job.keys)))
+        self.book.end(TierJobEnd(job, frozenset(job.keys)))
 
     def cancel_waiting(self) -> None:
         """Drop stores that have not begun."""
@@ -163,10 +163,10 @@ class TierTraffic:
                 _log.warning("closing: %s", error)
         self._region = np.empty(0, dtype=np.uint8)
 
-    def _look_up(self, batch: Batch) -> None:
+    def _look_up(self, question: Question) -> None:
         found: list[bool] = []
         began_s = time.monotonic()
-        names = [object_name(self._prefix, key) for key in batch.keys]
+        names = [object_name(self._prefix, key) for key in question.keys]
         try:
             for first in range(0, len(names), CHUNK_COUNT_MAX):
                 found += self.lookups.present(names[first : first + CHUNK_COUNT_MAX], self._options.lease_s)
@@ -179,9 +179,9 @@ class TierTraffic:
         self.counters.add(
             lookups=1, looked_up_chunks=len(names), found_chunks=sum(found), lookup_s=time.monotonic() - began_s
         )
-        self.answers.put((batch, found))
+        self.answers.put((question, found))
 
-    def _load(self, job: Job) -> None:
+    def _load(self, job: TierJob) -> None:
         began_s = time.monotonic()
         loaded: set[bytes] = set()
         nbytes = 0
@@ -204,9 +204,9 @@ class TierTraffic:
             seconds = time.monotonic() - began_s
             self.counters.add(loads=1, loaded_chunks=len(loaded), loaded_bytes=nbytes, load_s=seconds)
             self.counters.add(lost_chunks=len(job.keys) - len(loaded))
-            self.book.end(JobEnd(job, frozenset(loaded), nbytes, seconds))
+            self.book.end(TierJobEnd(job, frozenset(loaded), nbytes, seconds))
 
-    def _by_form(self, job: Job) -> list[tuple[RowForm, list[_Entry]]]:
+    def _by_form(self, job: TierJob) -> list[tuple[RowForm, list[_Entry]]]:
         """The chunks by how they lie, by ascending slot: rows whose first bytes are used go together where these are as
         many, whichever group they are of.
         """
@@ -309,7 +309,7 @@ class TierTraffic:
                 has_told = True
                 self._is_closing.wait(SETTLE_PAUSE_S)
 
-    def _store(self, job: Job) -> None:
+    def _store(self, job: TierJob) -> None:
         began_s = time.monotonic()
         stored: set[bytes] = set()
         nbytes = 0
@@ -347,7 +347,7 @@ class TierTraffic:
             self.counters.add(store_failures=1)
         finally:
             self.counters.add(stored_bytes=nbytes)
-            self.book.end(JobEnd(job, frozenset(stored), nbytes, time.monotonic() - began_s))
+            self.book.end(TierJobEnd(job, frozenset(stored), nbytes, time.monotonic() - began_s))
 
     def _bodies(self, part: Sequence[_Entry]) -> list[Bytes]:
         """The objects: parts of the slots where these lie as they are stored, else copies of what is used."""
@@ -370,12 +370,12 @@ class TierTraffic:
     def _rows(self) -> Bytes:
         return self._region.reshape(-1, self._row_bytes)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: TierJob) -> None:
         self.counters.add(dropped_chunks=len(job.keys))
-        self.book.end(JobEnd(job, frozenset()))
+        self.book.end(TierJobEnd(job, frozenset()))
 
     def _failed(self, what: str, error: Exception, breaker: Breaker) -> None:
-        """What was refused says nothing against the store's being there."""
+        """A refusal says nothing against the store's being there."""
         if not isinstance(error, ObjectCacheError) or isinstance(error, UnansweredError):
             with self._lock:
                 breaker.failed(time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,14 @@ class ProxiedHttp(PlayedHttp):
 
 
 class QuietReceiver:
+    """`have_ended` says whether the servers that may write have."""
+
+    def __init__(self, *, have_ended: bool = False) -> None:
+        self._have_ended = have_ended
+
+    def writers(self) -> Callable[[], bool]:
+        return lambda: self._have_ended
+
     def listen(self, *_: object) -> None: ...
 
     def stop_listening(self, *_: object) -> None: ...
@@ -100,13 +109,13 @@ def run(notices: list[Any], lost_stops: int = 1_000) -> LayerFetch:
     return run_over(lambda says: LostHttp(says, lost_stops), notices)
 
 
-def run_over(make_http: Callable[[Any], Any], notices: list[Any]) -> LayerFetch:
+def run_over(make_http: Callable[[Any], Any], notices: list[Any], *, have_ended: bool = False) -> LayerFetch:
     def says() -> None:
         for notice in notices:
             running.on_notice(notice)
 
     http = make_http(says)
-    agent: Any = SimpleNamespace(receiver=QuietReceiver(), writers_header=lambda: None)
+    agent: Any = SimpleNamespace(receiver=QuietReceiver(have_ended=have_ended), writers_header=lambda: None)
     fetches = OneSidedFetches(http, agent)
     place = FetchPlace(as_buffer(np.zeros(4_000, np.uint8)), 0, 4_000)
     running = FetchLedger(DESCRIPTOR, place, "bucket", 5.0)
@@ -120,6 +129,32 @@ def test_a_server_behind_a_proxy_that_gave_up_is_stopped_before_it_is_asked_agai
     fetch = run_over(lambda says: http, [])
     assert http.asked == ["POST", "DELETE", "POST"]
     assert fetch.wait(1).chunk_count == 2
+
+
+@pytest.mark.parametrize("have_ended", [False, True])
+def test_the_buffer_comes_back_from_a_server_that_has_surely_ended_and_from_no_other(have_ended: bool) -> None:
+    """Nobody answers: the request is lost, and so is every question to stop it."""
+    fetch = run_over(lambda says: LostHttp(says, 1_000), [], have_ended=have_ended)
+    assert fetch.is_settled == have_ended
+    if not have_ended:
+        with pytest.raises(UnansweredError):
+            fetch.cancel()
+
+
+def test_chunks_with_places_keep_them_when_the_fetch_is_begun_again() -> None:
+    """For what the caller was told, which may be fewer."""
+    running = begun()
+    layout = running.descriptor.layout
+    running.descriptor = replace(
+        running.descriptor,
+        delivery=Delivery.CHUNK_MAJOR,
+        places=(0, 5_000, 9_000),
+        rdma_target=RdmaTarget("agent", "region", 0, 9_000 + layout.chunk_bytes),
+        version=EXTENDED_VERSION,
+    )
+    running.on_start(Mode.CHUNK_MAJOR, 2, Grant())
+    assert running.begin_again(LOST)
+    assert (running.descriptor.chunk_keys, running.descriptor.places) == (("a", "b"), (0, 5_000))
 
 
 def begun(accept: Accept | None = None, on_missing: OnMissing = OnMissing.PREFIX) -> FetchLedger:

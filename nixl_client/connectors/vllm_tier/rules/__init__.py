@@ -1,1 +1,1 @@
-"""What the tier decides. Pure: no clock, no network, no vLLM."""
+"""The tier's decisions. Pure: no clock, no network, no vLLM."""

@@ -3,7 +3,7 @@
 vLLM asks for every chunk of every waiting request in every step, and wants an answer at once. A chunk is asked of the
 store once, with all others of that step; the answer is remembered as long as a request wants the chunk.
 
-    unknown ── lookup ──▶ wanted ── take_batch ──▶ asked ── answered ──▶ known
+    unknown ── lookup ──▶ wanted ── take_question ──▶ asked ── answered ──▶ known
                                                      └── expire (no answer in time) ──▶ known: a miss
 """
 
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Entry:
-    """`is_stored` is None until it is known. `batch` is the number of the question, 0 before it goes out."""
+    """`is_stored` is None until it is known. `question` is the number of the question, 0 before it goes out."""
 
     is_stored: bool | None = None
-    batch: int = 0
+    question: int = 0
     requests: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Question:
     """Keys to ask the store for, in one question."""
 
     number: int
@@ -40,8 +40,8 @@ class Verdicts:
         self._entries: dict[bytes, _Entry] = {}
         self._by_request: dict[str, set[bytes]] = {}
         self._wanted: list[bytes] = []
-        self._asked: deque[tuple[float, Batch]] = deque()
-        self._batch_count = 0
+        self._asked: deque[tuple[float, Question]] = deque()
+        self._question_count = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,35 +62,35 @@ class Verdicts:
             self._by_request.setdefault(request_id, set()).add(key)
         return entry.is_stored
 
-    def take_batch(self, now_s: float) -> Batch | None:
+    def take_question(self, now_s: float) -> Question | None:
         """The keys that were looked up since the last call and are not asked for yet."""
         keys = tuple([key for key in dict.fromkeys(self._wanted) if self._is_wanted(key)])
         self._wanted.clear()
         if not keys:
             return None
-        self._batch_count += 1
-        batch = Batch(self._batch_count, keys)
+        self._question_count += 1
+        question = Question(self._question_count, keys)
         for key in keys:
-            self._entries[key].batch = batch.number
-        self._asked.append((now_s + self._deadline_s, batch))
-        return batch
+            self._entries[key].question = question.number
+        self._asked.append((now_s + self._deadline_s, question))
+        return question
 
-    def answered(self, batch: Batch, are_stored: Sequence[bool]) -> None:
+    def answered(self, question: Question, are_stored: Sequence[bool]) -> None:
         """Note the answer, which may come after the deadline: then it changes nothing."""
-        for key, is_stored in zip(batch.keys, are_stored, strict=True):
+        for key, is_stored in zip(question.keys, are_stored, strict=True):
             entry = self._entries.get(key)
-            if entry is not None and entry.batch == batch.number and entry.is_stored is None:
+            if entry is not None and entry.question == question.number and entry.is_stored is None:
                 entry.is_stored = is_stored
-        self._asked = deque(each for each in self._asked if each[1].number != batch.number)
+        self._asked = deque(each for each in self._asked if each[1].number != question.number)
 
     def expire(self, now_s: float) -> int:
         """Take questions that have gone without an answer as misses; how many keys that were."""
         count = 0
         while self._asked and self._asked[0][0] <= now_s:
-            _, batch = self._asked.popleft()
-            for key in batch.keys:
+            _, question = self._asked.popleft()
+            for key in question.keys:
                 entry = self._entries.get(key)
-                if entry is not None and entry.batch == batch.number and entry.is_stored is None:
+                if entry is not None and entry.question == question.number and entry.is_stored is None:
                     entry.is_stored = False
                     count += 1
         return count
@@ -112,4 +112,4 @@ class Verdicts:
 
     def _is_wanted(self, key: bytes) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and not entry.batch and entry.is_stored is None
+        return entry is not None and not entry.question and entry.is_stored is None

@@ -19,7 +19,7 @@ from descriptors.storage_api import DeliveryStart
 from descriptors.tiers import Tier, runs_of
 from gateway.cluster.forms import merged_forms
 from gateway.cluster.merge import Merger, PortionBody, Share, Slices, Window, windows
-from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of, tiers_of
+from gateway.cluster.split import descriptor_of, holdings, holdings_at, matched_of, tiers_of
 from gateway.storage_client import StorageUnreachableError
 from tests.unit.played_time import PlayedTime
 
@@ -87,7 +87,7 @@ def test_the_descriptor_of_a_part_names_its_chunks_and_their_places() -> None:
         2,
     )
     assert portion.request_id == DESCRIPTOR.request_id
-    assert cut_to(DESCRIPTOR, 7) == replace(DESCRIPTOR, chunk_keys=KEYS[:7], on_missing=OnMissing.FAIL)
+    assert DESCRIPTOR.cut_to(7) == replace(DESCRIPTOR, chunk_keys=KEYS[:7], on_missing=OnMissing.FAIL)
 
 
 async def alive() -> None:

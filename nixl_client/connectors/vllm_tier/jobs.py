@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TierJob:
     """Chunks to move between the store and slots of the primary tier: `keys[i]` and `slots[i]` belong together."""
 
     job_id: int
@@ -20,10 +20,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
+class TierJobEnd:
     """How a job ended: the keys that are there now, and the bytes that were moved."""
 
-    job: Job
+    job: TierJob
     done: frozenset[bytes]
     nbytes: int = 0
     seconds: float = 0.0
@@ -35,26 +35,26 @@ class JobEnd:
 
 
 @dataclass(slots=True)
-class JobBook:
+class TierJobs:
     """The jobs that have begun, and those that have ended and are not reported. Safe from any thread."""
 
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _running: dict[int, Job] = field(default_factory=dict)
-    _ended: list[JobEnd] = field(default_factory=list)
+    _running: dict[int, TierJob] = field(default_factory=dict)
+    _ended: list[TierJobEnd] = field(default_factory=list)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: TierJob) -> None:
         """A job is taken."""
         with self._changed:
             self._running[job.job_id] = job
 
-    def end(self, end: JobEnd) -> None:
+    def end(self, end: TierJobEnd) -> None:
         """A job is over. Only the first call for a job counts."""
         with self._changed:
             if self._running.pop(end.job.job_id, None) is not None:
                 self._ended.append(end)
                 self._changed.notify_all()
 
-    def take(self) -> Sequence[JobEnd]:
+    def take(self) -> Sequence[TierJobEnd]:
         """The jobs that have ended since the last call."""
         with self._changed:
             taken, self._ended = self._ended, []
