@@ -1,4 +1,4 @@
-"""vLLM finds the connector by its name alone, where the wheel is installed."""
+"""vLLM finds the connector and the tier by their names alone, where the wheel is installed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ for _ in range(2):  # each process of vLLM may load them, and more than once
     plugins.load_general_plugins()
 found = KVConnectorFactory.get_connector_class_by_name("ObjectCacheConnector")
 print(found.__module__, found.__name__)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+print(OffloadingSpecFactory.get_spec_cls({"spec_name": "ObjectCacheTieringSpec"}).__name__)
+print(SecondaryTierFactory.get_tier_class({"type": "ObjectCacheTier"}).__name__)
 import nixl_client
 print(nixl_client.__file__)
 """
@@ -33,6 +37,7 @@ def test_the_wheel_brings_the_connectors_name(tmp_path: Path) -> None:
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    connector, file = done.stdout.strip().splitlines()[-2:]
+    connector, spec, tier, file = done.stdout.strip().splitlines()[-4:]
+    assert (spec, tier) == ("ObjectCacheTieringSpec", "ObjectCacheTier")
     assert connector == "nixl_client.connectors.vllm.connector ObjectCacheConnector"
     assert file == str(target / "nixl_client" / "__init__.py")
