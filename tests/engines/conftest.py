@@ -40,6 +40,11 @@ class Engines:
         )
         return self._host.engine(settings)
 
+    def tiered_apart(self, tier: dict[str, Json], **options: Json) -> AbstractContextManager[Engine]:
+        """One as `vllm serve` runs it, with workers of their own."""
+        settings = EngineSettings(str(self._model), options, tier, is_multiprocess=True, is_tier=True)
+        return self._host.fresh_engine(settings)
+
     def plain_of(self, model: Path, **options: Json) -> AbstractContextManager[Engine]:
         """An engine of another model, without a store."""
         return self._host.engine(EngineSettings(str(model), options))

@@ -135,7 +135,11 @@ def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
 def tier_options(endpoint: str, **options: Json) -> dict[str, Json]:
     """vLLM's kv_connector_extra_config for its tier: a small primary tier, and waits that no busy machine ends."""
     waits: dict[str, Json] = {"lookup_timeout_s": 30.0, "store_wait_s": 60.0, "retry_s": 0.5}
-    engine = {name: options.pop(name) for name in ("blocks_per_chunk", "cpu_bytes_to_use") if name in options}
+    engine = {
+        name: options.pop(name)
+        for name in ("blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use")
+        if name in options
+    }
     internals = options.pop("internals", {})
     assert isinstance(internals, dict)
     return {

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 PROMPTS = shared_prefixes()
 ONE = PROMPTS[:1]
 APART = unrelated(5, 6, 700)
+SMOLLM2 = Path.home() / ".cache/objectcache/models/SmolLM2-135M-Instruct"
 SEEDS = itertools.count(1000)
 OPTIONS: dict[str, dict[str, Json]] = {"qwen3-next": {"dtype": "bfloat16", "max_num_batched_tokens": 2048}}
 
@@ -44,7 +45,10 @@ def restarted(engines: Engines, store: Store, model: Path | None, **options: Jso
             engine.stop()
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
+FULL = pytest.mark.engines_full
+
+
+@pytest.mark.parametrize("is_asynchronous", [pytest.param(False, marks=FULL), True])
 def test_tokens_of_a_warm_store_are_those_without_one(
     engines: Engines, reference: Reference, store: Store, is_asynchronous: bool
 ) -> None:
@@ -82,6 +86,7 @@ def test_each_family_answers_from_the_store_as_without_one(
     assert warm.count("lookups") <= len(prompts)
 
 
+@FULL
 def test_unused_bytes_of_a_row_are_not_stored(engines: Engines, store: Store, families: Path) -> None:
     """States use 2 KiB of rows of 32 KiB, which hold what other requests have left there."""
     with engines.tiered(store.tier(cpu_bytes_to_use=2 << 20), families / "lfm2") as engine:
@@ -93,8 +98,8 @@ def test_unused_bytes_of_a_row_are_not_stored(engines: Engines, store: Store, fa
     assert sorted(size for sizes in by_group.values() for size in sizes) == [2048, 2048, 2048, 32768]
 
 
-@pytest.mark.parametrize("transport", ["auto", "http"])
-@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("http", marks=FULL)])
+@pytest.mark.parametrize("is_asynchronous", [pytest.param(False, marks=FULL), True])
 def test_a_server_that_dies_in_a_load_costs_a_recomputation(
     engines: Engines, reference: Reference, tmp_path: Path, transport: str, is_asynchronous: bool
 ) -> None:
@@ -166,6 +171,7 @@ def test_chunks_that_are_lost_are_computed_and_stored_again(
         engine.stop()
 
 
+@FULL
 def test_an_engine_starts_without_a_store_and_uses_it_when_it_comes(
     engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:
@@ -186,6 +192,7 @@ def test_an_engine_starts_without_a_store_and_uses_it_when_it_comes(
         engine.stop()
 
 
+@FULL
 def test_two_tenants_share_nothing(engines: Engines, reference: Reference, store: Store) -> None:
     """The salt is in vLLM's hash."""
     ours, theirs = ([Prompt(prompt.tokens, salt) for prompt in PROMPTS[:1]] for salt in ("ours", "theirs"))
@@ -199,6 +206,7 @@ def test_two_tenants_share_nothing(engines: Engines, reference: Reference, store
         engine.stop()
 
 
+@FULL
 def test_other_weights_under_the_same_name_share_nothing(
     engines: Engines, store: Store, tmp_path: Path, families: Path
 ) -> None:
@@ -247,6 +255,7 @@ def test_adapters_are_not_cached(engines: Engines, store: Store) -> None:
     assert not object_keys(store)
 
 
+@FULL
 def test_an_engine_that_hashes_otherwise_is_told(engines: Engines, store: Store) -> None:
     with engines.tiered(store.tier()) as engine:
         await_true(lambda: engine.has_said("shared with all engines of"))
@@ -257,6 +266,7 @@ def test_an_engine_that_hashes_otherwise_is_told(engines: Engines, store: Store)
         engine.stop()
 
 
+@FULL
 def test_vllms_own_spec_stores_what_one_group_uses(engines: Engines, reference: Reference, store: Store) -> None:
     """The tier beside TieringOffloadingSpec has no memory that servers fill, and its loads come over http. On CPUs
     that spec has no worker, so that ours stands in.
@@ -280,6 +290,38 @@ def test_vllms_own_spec_stores_what_one_group_uses(engines: Engines, reference: 
             assert outcome.tokens == reference.tokens(PROMPTS[:3])
             assert (outcome.count("loaded_chunks") > 0) == is_warm
             engine.stop()
+
+
+@FULL
+@pytest.mark.timeout(600)
+def test_two_ranks_store_and_one_or_two_load(engines: Engines, reference: Reference, store: Store) -> None:
+    """As `vllm serve` runs them. With vLLM's canonical layout an engine of one rank reads what two have stored; without
+    it the numbers of ranks share nothing.
+    """
+    wanted = reference.tokens(PROMPTS[:2])
+    for is_canonical in (False, True):
+        tier = store.tier(canonical_layout=is_canonical)
+        for ranks in (2, 2, 1):
+            with engines.tiered_apart(tier, tensor_parallel_size=ranks) as engine:
+                outcome = engine.generate(PROMPTS[:2])
+                assert outcome.tokens == wanted
+                engine.stop()
+    assert len({key.split("/")[2] for key in object_keys(store)}) == 3
+
+
+@FULL
+@pytest.mark.timeout(600)
+def test_a_real_model_answers_word_by_word(engines: Engines, store: Store) -> None:
+    """SmolLM2, where `objectcache demo` has fetched it."""
+    if not (SMOLLM2 / "config.json").exists():
+        pytest.skip("objectcache demo has not fetched SmolLM2")
+    options: dict[str, Json] = {"max_model_len": 4096}
+    prompts = [Prompt(tuple(range(100 + index, 1700))) for index in (0, 1)]
+    with engines.plain_of(SMOLLM2, **options) as engine:
+        wanted = engine.generate_each(prompts).tokens
+    outcomes = [engine.generate_each(prompts) for engine in restarted(engines, store, SMOLLM2, **options)]
+    assert [outcome.tokens for outcome in outcomes] == [wanted, wanted]
+    assert outcomes[1].count("loaded_chunks") > 40
 
 
 @contextlib.contextmanager
