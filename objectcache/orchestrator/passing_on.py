@@ -72,14 +72,16 @@ class PassingOn:
         exchange, engine, answer = self._exchange, self._engine, self._answer
         response = web.StreamResponse(status=answer.status, headers=self._headers())
         exchange.begin()
-        if answer.content_length is not None:  # whoever says its length has computed it
-            exchange.computed(engine, answer.status)
         await response.prepare(exchange.http)
         relay = Relay(response, exchange.http, exchange.held)
         piece = first
+        received_bytes = 0
         try:
             try:
                 while piece:
+                    received_bytes += len(piece)
+                    if received_bytes == answer.content_length:  # the last piece may wait for its client
+                        exchange.computed(engine, answer.status)
                     exchange.keep(piece)
                     exchange.note_response(piece)
                     await relay.write(piece)

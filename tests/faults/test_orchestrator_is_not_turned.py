@@ -20,6 +20,7 @@ from bench.beds.canned_engines import CannedEngine, CannedSettings
 from descriptors.errors import CallerError, ErrorCode
 from objectcache.adapters.limited_server import Connection
 from objectcache.adapters.loop_share import LoopShare
+from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.response_cache import Kept
 from objectcache.orchestrator.rules.observed_costs import TOKEN_US_DEFAULT
@@ -59,9 +60,9 @@ def small_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def raw_engine(answer: bytes) -> AsyncIterator[str]:
+async def raw_engine(answer: bytes, may_end: asyncio.Event | None = None) -> AsyncIterator[str]:
     """An engine that is well by its probes. It answers a request with these bytes before it has read the body, and
-    ends the connection.
+    ends the connection, where `may_end` is given only when that is set.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,6 +71,8 @@ async def raw_engine(answer: bytes) -> AsyncIterator[str]:
                 if head.startswith(b"POST"):
                     writer.write(answer)
                     await writer.drain()
+                    if may_end is not None:
+                        await may_end.wait()
                     break
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
                 await writer.drain()
@@ -169,6 +172,21 @@ async def test_a_large_body_that_an_engine_does_not_take_ejects_it_not() -> None
             assert failures == []
             assert (await bed.complete(PROMPT)).status == 502
             assert len(failures) == 1
+
+
+@pytest.mark.parametrize("media_type", [EVENT_STREAM, "application/json"])
+async def test_an_engine_that_announces_a_length_is_at_work_until_so_many_bytes_have_come(media_type: str) -> None:
+    """It was done at its head, so it looked idle, got ever more requests, and held all connections to engines."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {media_type}\r\nContent-Length: {WHOLE_BYTES_MAX + 3}\r\n\r\n"
+    answer, may_end = head.encode() + b" " * (WHOLE_BYTES_MAX + 2), asyncio.Event()
+    async with raw_engine(answer, may_end) as url:
+        async with orchestrated([], replace(QUICK, engines=(EngineSettings(url),))) as bed:
+            document = {"model": "canned", "prompt": PROMPT}
+            async with bed.http.post(f"{bed.url}/v1/completions", json=document) as begun:
+                await begun.content.readexactly(WHOLE_BYTES_MAX + 2)
+                assert bed.orchestrator.engines[url].books.active_count == 1
+                assert bed.orchestrator.gate.admission.active_count == 1
+                may_end.set()
 
 
 async def test_a_host_that_has_vanished_costs_a_retry_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
