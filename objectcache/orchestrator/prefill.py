@@ -14,12 +14,15 @@ from objectcache.orchestrator.exchange import Exchange
 from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
 from objectcache.orchestrator.rules.openai_requests import RequestKind
+from objectcache.orchestrator.rules.policies import LeastTtft
 from objectcache.orchestrator.settings import Role
 
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
 ANSWER_S_MIN, ANSWER_TIMES = 5.0, 3.0
-"""A prefill engine is waited for so many seconds, or so many times its prediction. Any other engine can compute."""
+"""A prefill engine is waited for so many seconds, or so many times its prediction, or that of an engine that would
+compute the prompt instead, where that is less: its own costs are its own word.
+"""
 ENGINES_TRIED_MAX = 2
 _DROPPED = (
     "stream_options",
@@ -67,16 +70,19 @@ class Prefill:
             async with self._deciding.turn():
                 try:
                     routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
+                    elsewhere = self._router.decide(asked, "", prompt, policy=LeastTtft()).decision.prediction
                 except NoEngineError:
                     return
                 engine, prediction = routed.engine, routed.decision.prediction
+                answer_s = max(ANSWER_S_MIN, ANSWER_TIMES * min(prediction.ttft_s, elsewhere.ttft_s))
                 there = max(prediction.held_tokens, prediction.stored_tokens)
-                if len(prompt.tokens) - there <= self._tokens_min or engine.books.overdue_s(time.monotonic()):
+                is_late = prediction.ttft_s > answer_s or engine.books.overdue_s(time.monotonic()) > 0
+                if is_late or len(prompt.tokens) - there <= self._tokens_min:
                     return
                 self._router.sent(routed, asked, receipt.request_id, prompt)
             tried.append(engine.name)
             try:
-                answer = await self._answer(exchange, routed)
+                answer = await self._answer(exchange, routed, answer_s)
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
                 continue
@@ -93,15 +99,14 @@ class Prefill:
                 exchange.prompt = await self._stored(exchange, prompt)
             return
 
-    async def _answer(self, exchange: Exchange, routed: Routed) -> dict[str, Any]:
-        """A prefill engine's answer to one token, of no stream, whose KV another engine may have. Raises
-        AttemptFailed.
+    async def _answer(self, exchange: Exchange, routed: Routed, answer_s: float) -> dict[str, Any]:
+        """A prefill engine's answer to one token within `answer_s`, of no stream, whose KV another engine may have.
+        Raises AttemptFailed.
         """
         most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
         remote = {"do_remote_decode": True, "do_remote_prefill": False}
         params = {**transfer_params(exchange, routed), **remote}
         put = {most: 1, "stream": False, "kv_transfer_params": params}
-        answer_s = max(ANSWER_S_MIN, ANSWER_TIMES * routed.decision.prediction.ttft_s)
         async with self._dispatch.changed(exchange, _DROPPED, put) as body:
             try:
                 async with asyncio.timeout(answer_s):

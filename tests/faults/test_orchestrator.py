@@ -533,6 +533,21 @@ async def test_a_prefill_engine_that_answers_nothing_is_not_waited_for(monkeypat
             assert bed.orchestrator.engines[prefills[0].url].books.active_count == 0
 
 
+async def test_a_prefill_engine_is_not_waited_for_as_long_as_it_says_itself() -> None:
+    """It claimed seconds for each token, and every long prompt waited ten minutes for it."""
+    labels = {
+        "deployment": "m", "dtype": "bf16", "block_tokens": "16", "tp_size": "1", "pp_size": "1", "num_layers": "2",
+        "chunk_tokens": "256", "layer_chunk_bytes": "4096", "endpoint": "http://127.0.0.1:9", "bucket": "b",
+    }  # fmt: skip
+    claims = replace(SILENT, deployment=labels, costs={"token_us": 1e6})
+    async with canned(1, FAST) as engines, canned(1, claims) as prefills:
+        prefill = EngineSettings(prefills[0].url, role=Role.PREFILL)
+        async with orchestrated(engines, replace(QUICK, engines=(prefill,), prefill_tokens_min=64)) as bed:
+            await until(lambda: bed.orchestrator.engines[prefills[0].url].prefill.token_us == 1e6)
+            assert (await bed.complete(PROMPT)).status == 200
+            assert not prefills[0].requests
+
+
 async def test_prefill_engines_that_answer_nothing_leave_half_of_the_places_to_others() -> None:
     """Long prompts of one tenant waited for them until nobody got a place, however short the prompt was."""
     places = AdmissionSettings(active_max=4, deadline_s=1.0)
