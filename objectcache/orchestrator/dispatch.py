@@ -25,11 +25,11 @@ from objectcache.orchestrator.relay import send_whole
 from objectcache.orchestrator.router import Routed
 from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
-from objectcache.orchestrator.rules.reading import document_of
+from objectcache.orchestrator.rules.reading import TRANSFER_PARAMS
 
 ASKED_BYTES_MAX = 1 << 17
 """An answer for the orchestrator itself has no more bytes: one token, and where its KV is, which takes vLLM about seven
-bytes for each block. The event loop parses it, which takes 11 ms at worst.
+bytes for each block.
 """
 ASKED_S = 20.0
 """The whole of such an answer comes so soon after its beginning."""
@@ -54,15 +54,15 @@ def is_refusal(failure: AttemptFailed, asked: Asked) -> bool:
     return is_for_all and failure.answer is not None and failure.answer.status in _REFUSALS
 
 
-def transfer_params(exchange: Exchange, routed: Routed) -> dict[str, Any]:
-    """The `kv_transfer_params` for an engine: one with our connector is told how many chunks to use, as the decision
+def transfer_advice(routed: Routed) -> dict[str, Any]:
+    """Our own TRANSFER_PARAMS for an engine: one with our connector is told how many chunks to use, as the decision
     had it, and how many tokens it was taken to hold."""
-    prediction, known = routed.decision.prediction, dict(exchange.transfer_params)
+    prediction = routed.decision.prediction
     if routed.engine.published is None or not prediction.stored_tokens:
-        return known
+        return {}
     block_tokens = routed.engine.block_tokens or 1
     held_tokens = prediction.held_tokens // block_tokens * block_tokens  # an engine finds whole blocks
-    return {**known, ADVICE: {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}}
+    return {ADVICE: {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}}
 
 
 def note_costs(routed: Routed, prompt_tokens: int, ttft_s: float | None) -> None:
@@ -88,10 +88,10 @@ class Dispatch:
             headers["X-data-parallel-rank"] = str(routed.rank)
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as copies:  # an engine that answers has its request
-                body, params = exchange.body.raw, transfer_params(exchange, routed)
-                exchange.transfer_params = {}  # the blocks that they name may be another prompt's after one read
-                if params:
-                    changed = self.changed(exchange, (), {"kv_transfer_params": params})
+                body, advice, handed_over = exchange.body.raw, transfer_advice(routed), exchange.handed_over
+                exchange.handed_over = b""  # the blocks that it names may be another prompt's after one read
+                if advice or handed_over:
+                    changed = self.changed(exchange, (), {TRANSFER_PARAMS: advice}, handed_over)
                     body = await copies.enter_async_context(changed)
                 opened = self._opened(
                     engine, exchange.path, headers, body, exchange.progress, is_stream=exchange.asked.is_stream
@@ -122,30 +122,32 @@ class Dispatch:
             return await send_whole(exchange.http, passing.whole(said))
 
     @asynccontextmanager
-    async def changed(self, exchange: Exchange, drop: Sequence[str], put: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    async def changed(
+        self, exchange: Exchange, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b""
+    ) -> AsyncIterator[bytes]:
         """The body without some fields, and with others, whose bytes count within the block. Raises AttemptFailed;
         Refusal where there is no memory for it.
         """
         try:
-            body = await self._readers.edited(exchange.tenant, exchange.body.raw, drop, put)
+            body = await self._readers.edited(exchange.tenant, exchange.body.raw, drop, put, handed_over)
         except (ReadingError, WrongRequestError) as error:
             raise AttemptFailed(f"the body cannot be changed: {error}") from None
         with exchange.body.holding(len(body)):
             yield body
 
-    async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        """A request whose answer is for the orchestrator, and comes whole within ASKED_S of its beginning. Raises
-        AttemptFailed.
+    async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+        """Have an engine compute for another one. Returns the parameters in its answer for that one, as JSON. The
+        answer comes whole within ASKED_S of its beginning. Raises AttemptFailed.
         """
         async with self._opened(engine, path, headers, body, AnswerProgress(), is_stream=True) as (answer, first, _):
             try:
                 async with asyncio.timeout(ASKED_S):
-                    document = document_of(first + await read_whole(answer, ASKED_BYTES_MAX))
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                    said = first + await read_whole(answer, ASKED_BYTES_MAX)
+                if answer.status != 200:
+                    raise AttemptFailed(f"{engine.name} answers {answer.status}")
+                return await self._readers.handed_over(engine.name, said)
+            except (aiohttp.ClientError, TimeoutError, OSError, ReadingError, WrongRequestError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
-            if answer.status != 200:
-                raise AttemptFailed(f"{engine.name} answers {answer.status}")
-            return document
 
     @asynccontextmanager
     async def _opened(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from aiohttp import web
 
@@ -50,8 +49,8 @@ class Exchange:
     """The bytes of the answer that the client has not taken. The maker of the exchange drops them at its end."""
     place: Place | None = None
     """Its place among the running requests, until an engine has done its work."""
-    transfer_params: Mapping[str, Any] = field(default_factory=dict)
-    """The answer of a prefill engine, for one attempt of the engine that goes on."""
+    handed_over: bytes = b""
+    """The parameters in a prefill engine's answer, as JSON, for one attempt of the engine that goes on."""
     kept: Collected | None = None
     """The pieces of the answer, where they may be kept."""
     prompt: Prompt | None = None

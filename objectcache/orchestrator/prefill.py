@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
 
 from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.answers import AttemptFailed
-from objectcache.orchestrator.dispatch import Dispatch, note_costs, transfer_params
+from objectcache.orchestrator.dispatch import Dispatch, note_costs, transfer_advice
 from objectcache.orchestrator.exchange import Exchange
 from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import NoEngineError, Prompt, Routed, Router
 from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.rules.policies import LeastTtft
+from objectcache.orchestrator.rules.reading import TRANSFER_PARAMS
 from objectcache.orchestrator.settings import Role
 
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
@@ -60,7 +60,7 @@ class Prefill:
         receipt, prompt = exchange.receipt, exchange.prompt
         # the answer is one token, and comes when the prompt is computed, whatever the client asked for
         asked = replace(exchange.asked, is_stream=True, output_tokens=1, sequence_tokens=1)
-        exchange.transfer_params = {}  # those of an earlier prefill may be another prompt's now
+        exchange.handed_over = b""  # the blocks of an earlier prefill may be another prompt's now
         if prompt is None or not asked.is_generating or not self._roster.has_prefill():
             return
         if len(prompt.tokens) < self._tokens_min:
@@ -82,7 +82,7 @@ class Prefill:
                 self._router.sent(routed, asked, receipt.request_id, prompt)
             tried.append(engine.name)
             try:
-                answer = await self._answer(exchange, routed, answer_s)
+                handed_over = await self._answer(exchange, routed, answer_s)
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
                 continue
@@ -92,21 +92,19 @@ class Prefill:
             finally:
                 engine.books.end(receipt.request_id, time.monotonic(), is_complete=False)
             receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
-            params = answer.get("kv_transfer_params")
-            if isinstance(params, dict) and params:
-                exchange.transfer_params = params
-            else:
+            exchange.handed_over = handed_over
+            if not handed_over:
                 exchange.prompt = await self._stored(exchange, prompt)
             return
 
-    async def _answer(self, exchange: Exchange, routed: Routed, answer_s: float) -> dict[str, Any]:
-        """A prefill engine's answer to one token within `answer_s`, of no stream, whose KV another engine may have.
-        Raises AttemptFailed.
+    async def _answer(self, exchange: Exchange, routed: Routed, answer_s: float) -> bytes:
+        """The parameters in a prefill engine's answer to one token within `answer_s`, of no stream, whose KV another
+        engine may have. Raises AttemptFailed.
         """
         most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
         remote = {"do_remote_decode": True, "do_remote_prefill": False}
-        params = {**transfer_params(exchange, routed), **remote}
-        put = {most: 1, "stream": False, "kv_transfer_params": params}
+        params = {**transfer_advice(routed), **remote}
+        put = {most: 1, "stream": False, TRANSFER_PARAMS: params}
         async with self._dispatch.changed(exchange, _DROPPED, put) as body:
             try:
                 async with asyncio.timeout(answer_s):

@@ -110,13 +110,28 @@ class Readers:
         head, blobs = await self._asked(order.tenant, {"call": "read", "order": reading.packed_order(order)}, raw)
         return reading.body_of(head, blobs, raw)
 
-    async def edited(self, tenant: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
-        """The body without some fields, and with others. Raises WrongRequestError, ReadingError."""
-        if len(raw) <= INLINE_BYTES:
+    async def edited(
+        self, tenant: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b""
+    ) -> bytes:
+        """The body without some fields, and with others, and with what was handed over. Raises WrongRequestError,
+        ReadingError.
+        """
+        if len(raw) + len(handed_over) <= INLINE_BYTES:
             async with self._share.turn():
-                return reading.edited(raw, drop, put)
-        _, (changed,) = await self._asked(tenant, {"call": "edit", "drop": list(drop), "put": dict(put)}, raw)
+                return reading.edited(raw, drop, put, handed_over)
+        head = {"call": "edit", "drop": list(drop), "put": dict(put)}
+        _, (changed,) = await self._asked(tenant, head, raw, handed_over)
         return changed
+
+    async def handed_over(self, engine: str, answer: bytes) -> bytes:
+        """The parameters, as JSON, that an engine's answer has for another engine. Long answers of one engine take
+        turns as those of a tenant do. Raises WrongRequestError, ReadingError.
+        """
+        if len(answer) <= INLINE_BYTES:
+            async with self._share.turn():
+                return reading.handed_over(answer)
+        _, (params,) = await self._asked(engine, {"call": "handed over"}, answer)
+        return params
 
     async def tokens(self, tenant: str, document: bytes) -> TokenIds:
         """The tokens of a `/tokenize` document, by the model's own files. Raises NoTokensError, ReadingError."""
@@ -134,14 +149,14 @@ class Readers:
         _, (tokens,) = await self._asked(tenant, {"call": "answer"}, answer)
         return np.frombuffer(tokens, np.uint32)
 
-    async def _asked(self, tenant: str, head: Mapping[str, Any], blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    async def _asked(self, tenant: str, head: Mapping[str, Any], *blobs: bytes) -> tuple[dict[str, Any], list[bytes]]:
         """The answer to a frame. A caller that hangs up while a process reads its frame leaves it to the process: one
         that was ended would have to be started anew, for the next tenant's body.
         """
         begun = asyncio.Event()
-        reading_it = asyncio.create_task(self._in_turn(tenant, head, blob, begun))
+        reading_it = asyncio.create_task(self._in_turn(tenant, head, blobs, begun))
         try:
-            answer, blobs = await asyncio.shield(reading_it)
+            answer, answered = await asyncio.shield(reading_it)
         except asyncio.CancelledError:
             if not begun.is_set():
                 reading_it.cancel()
@@ -150,21 +165,21 @@ class Readers:
             raise
         problem = answer.get("error")
         if problem is None:
-            return answer, blobs
+            return answer, answered
         if answer["about"] == "request":
             raise WrongRequestError(problem, answer["field"])
         raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
 
     async def _in_turn(
-        self, tenant: str, head: Mapping[str, Any], blob: bytes, begun: asyncio.Event
+        self, tenant: str, head: Mapping[str, Any], blobs: Sequence[bytes], begun: asyncio.Event
     ) -> tuple[dict[str, Any], list[bytes]]:
         async with self.turn(tenant):
             begun.set()
             try:
-                return await self._answered(head, blob)
+                return await self._answered(head, blobs)
             except _LostError:  # it may have been killed for another reason than this body
                 try:
-                    return await self._answered(head, blob, is_fresh=True)
+                    return await self._answered(head, blobs, is_fresh=True)
                 except _LostError as error:
                     raise ReadingError("it takes too much memory to read") from error
 
@@ -174,7 +189,7 @@ class Readers:
             task.exception()  # nobody else asks
 
     async def _answered(
-        self, head: Mapping[str, Any], blob: bytes, *, is_fresh: bool = False
+        self, head: Mapping[str, Any], blobs: Sequence[bytes], *, is_fresh: bool = False
     ) -> tuple[dict[str, Any], list[bytes]]:
         """The answer of an idle process, or of a new one. Raises _LostError where the process has ended."""
         while self._idle and not self._idle[-1].is_running:
@@ -182,7 +197,7 @@ class Readers:
         reader = self._idle.pop() if self._idle and not is_fresh else await self._started()
         try:
             async with asyncio.timeout(self._read_s):
-                answer, blobs = await reader.ask(reading.packed(head, [blob]))
+                answer, answered = await reader.ask(reading.packed(head, blobs))
         except BaseException as error:
             self._end(reader)
             self.failure_count += not isinstance(error, asyncio.CancelledError)
@@ -194,7 +209,7 @@ class Readers:
         self._idle.append(reader)
         if self._is_stopped:
             self._end(self._idle.pop())
-        return answer, blobs
+        return answer, answered
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:

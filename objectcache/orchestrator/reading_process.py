@@ -48,7 +48,9 @@ def _answered(head: dict[str, Any], blobs: list[bytes], tokenizer: LocalTokenize
             case "read":
                 return reading.packed_body(reading.read_body(blobs[0], reading.order_of(head["order"])), blobs[0])
             case "edit":
-                return reading.packed({}, [reading.edited(blobs[0], head["drop"], head["put"])])
+                return reading.packed({}, [reading.edited(blobs[0], head["drop"], head["put"], blobs[1])])
+            case "handed over":
+                return reading.packed({}, [reading.handed_over(blobs[0])])
             case "answer":
                 return reading.packed({}, [reading.answered_tokens(blobs[0]).tobytes()])
         if tokenizer is None:

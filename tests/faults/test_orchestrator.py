@@ -600,6 +600,17 @@ async def test_transfer_params_that_are_nested_too_deep_end_no_reader_and_no_req
             assert bed.orchestrator.readers.failure_count == 0
 
 
+async def test_long_transfer_params_are_read_and_passed_on_by_a_reading_process() -> None:
+    """The event loop parsed them outside of its turns: 150 answers that ended together stopped it for four seconds."""
+    params = {"remote_block_ids": list(range(10_000))}
+    async with canned(1, FAST) as engines, canned(1, replace(FAST, transfer_params=params)) as others:
+        settings = replace(QUICK, engines=(EngineSettings(others[0].url, role=Role.PREFILL),), prefill_tokens_min=64)
+        async with orchestrated(engines, settings) as bed:
+            assert (await bed.complete(PROMPT)).status == 200
+            assert engines[0].requests[0]["kv_transfer_params"] == params
+            assert bed.orchestrator.readers.started_count > 0
+
+
 async def test_an_engine_that_is_removed_and_then_ends_leaves_an_honest_end() -> None:
     """The failure that ejects it was an error of ours: a second answer within the running one, which never ended."""
     document = {"model": "canned", "prompt": PROMPT, "max_tokens": 500, "stream": True}

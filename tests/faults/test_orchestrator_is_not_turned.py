@@ -179,14 +179,15 @@ async def test_an_engine_that_announces_a_length_is_at_work_until_so_many_bytes_
     """It was done at its head, so it looked idle, got ever more requests, and held all connections to engines."""
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {media_type}\r\nContent-Length: {WHOLE_BYTES_MAX + 3}\r\n\r\n"
     answer, may_end = head.encode() + b" " * (WHOLE_BYTES_MAX + 2), asyncio.Event()
-    async with raw_engine(answer, may_end) as url:
-        async with orchestrated([], replace(QUICK, engines=(EngineSettings(url),))) as bed:
-            document = {"model": "canned", "prompt": PROMPT}
-            async with bed.http.post(f"{bed.url}/v1/completions", json=document) as begun:
-                await begun.content.readexactly(WHOLE_BYTES_MAX + 2)
-                assert bed.orchestrator.engines[url].books.active_count == 1
-                assert bed.orchestrator.gate.admission.active_count == 1
-                may_end.set()
+    async with (
+        raw_engine(answer, may_end) as url,
+        orchestrated([], replace(QUICK, engines=(EngineSettings(url),))) as bed,
+        bed.http.post(f"{bed.url}/v1/completions", json={"model": "canned", "prompt": PROMPT}) as begun,
+    ):
+        await begun.content.readexactly(WHOLE_BYTES_MAX + 2)
+        assert bed.orchestrator.engines[url].books.active_count == 1
+        assert bed.orchestrator.gate.admission.active_count == 1
+        may_end.set()
 
 
 async def test_a_host_that_has_vanished_costs_a_retry_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,4 +393,5 @@ async def test_small_bodies_are_read_in_turns() -> None:
     assert (await readers.read(raw, Order(RequestKind.COMPLETIONS, {}))).asked.model == "m"
     assert await readers.edited("", raw, ["prompt"], {}) == b'{"model": "m"}'
     assert (await readers.answered_tokens("", b'{"tokens": [1, 2]}')).tolist() == [1, 2]
-    assert share.count == 3
+    assert await readers.handed_over("", b'{"kv_transfer_params": {"a": 1}}') == b'{"a": 1}'
+    assert share.count == 4

@@ -41,9 +41,10 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A text in JSON. One without an end goes to the end of the body, or each quote in it would be looked for again."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
+TRANSFER_PARAMS = "kv_transfer_params"
 ENGINES_OWN = frozenset(
     {
-        "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
+        TRANSFER_PARAMS, "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
         "request_id", "data_parallel_rank", "extra_key", "session_params", "routed_dp_rank", "disagg_prefill_dp_rank",
     }
 )  # fmt: skip
@@ -117,9 +118,13 @@ def _is_stateless(kind: RequestKind, body: Mapping[str, Any]) -> bool:
     return body.get("store") is False and not body.get("conversation") and not body.get("previous_response_id")
 
 
-def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
-    """The body without some fields, and with others. Raises WrongRequestError."""
+def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b"") -> bytes:
+    """The body without some fields, and with others. `handed_over` is JSON that a prefill engine has for the engine
+    that goes on: it joins the TRANSFER_PARAMS of `put`. Raises WrongRequestError.
+    """
     kept = {name: value for name, value in document_of(raw).items() if name not in drop}
+    if handed_over:
+        put = {**put, TRANSFER_PARAMS: {**document_of(handed_over), **put.get(TRANSFER_PARAMS, {})}}
     try:
         return json_of({**kept, **put})
     except RecursionError:
@@ -156,6 +161,12 @@ def answered_tokens(answer: bytes) -> TokenIds:
     if not isinstance(tokens, list):
         raise ValueError("the answer has no tokens")
     return token_ids(tokens)
+
+
+def handed_over(answer: bytes) -> bytes:
+    """The TRANSFER_PARAMS of an engine's answer, as JSON; empty where it has none. Raises WrongRequestError."""
+    params = document_of(answer).get(TRANSFER_PARAMS)
+    return json_of(params) if isinstance(params, dict) and params else b""
 
 
 def packed(head: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> list[bytes]:

@@ -20,6 +20,7 @@ from objectcache.orchestrator.rules.reading import (
     body_of,
     depth_of,
     edited,
+    handed_over,
     head_of,
     order_of,
     packed_body,
@@ -121,6 +122,16 @@ def test_fields_are_dropped_and_put() -> None:
         "stop": [],
         "stream": False,
     }
+
+
+def test_what_an_engine_hands_over_joins_our_own_parameters() -> None:
+    params = handed_over(b'{"choices": [], "kv_transfer_params": {"block": 7, "advice": 1}}')
+    changed = json.loads(edited(raw(prompt="a"), (), {"kv_transfer_params": {"advice": 2}}, params))
+    assert changed["kv_transfer_params"] == {"block": 7, "advice": 2}
+    for none in (b"{}", b'{"kv_transfer_params": {}}', b'{"kv_transfer_params": [1]}'):
+        assert handed_over(none) == b""
+    with pytest.raises(WrongRequestError):
+        handed_over(b"[")
 
 
 NO_TOKENS = [
