@@ -108,14 +108,19 @@ class Router:
         """Look the prompt up in the stores of the engines that could take it."""
         began_s = time.monotonic()
         wanted: dict[LookupKey, Published] = {}
+        engines: dict[LookupKey, list[str]] = {}
         if self._lookups is not None:
             for engine in self._engines.values():
                 if engine.published is not None and engine.serves(asked.model) and not engine.adapter(asked.model):
-                    wanted.setdefault(lookup_key(engine.published), engine.published)
+                    key = lookup_key(engine.published)
+                    wanted.setdefault(key, engine.published)
+                    engines.setdefault(key, []).append(engine.name)
         found: Sequence[StoredPrefix | None] = ()
         if wanted and self._lookups is not None:
             lookups = self._lookups
-            found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
+            found = await asyncio.gather(
+                *(lookups.find(engines[key], each, tokens, asked.salt) for key, each in wanted.items())
+            )
         if receipt is not None:
             receipt.lookup_s = time.monotonic() - began_s
         stored = dict(zip(wanted, found, strict=True))

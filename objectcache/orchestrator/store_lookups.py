@@ -3,7 +3,7 @@
 The keys are the engine's own: its connector publishes their namespaces, and which encoded chunks it takes. Engines with
 the same deployment and bucket share a lookup, if they take the same ones. A store that does not answer in time counts
 as empty; one that fails again and again is left alone for a while. An engine decides what is asked for it, and how long
-that takes: what fails, and the threads that wait, count for its own lookups.
+that takes, and may publish another name at any time: what fails, and the threads that wait, count for the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -38,11 +38,11 @@ ENDPOINTS_MAX = 64
 """Stores that are asked; the one that was asked longest ago is forgotten first."""
 THREADS = 32
 THREADS_OF_ONE = 8
-"""For lookups with the same key."""
+"""For the lookups of one engine."""
 RANKS_ASKED_MAX = 8
 """Ranks write a chunk's parts together: of many ranks the first, the last and some between are asked."""
-KINDS_MAX = 1024
-"""Lookup keys that are known; the one that was asked longest ago is forgotten first."""
+KNOWN_MAX = 1024
+"""Lookup keys that are known, and engines; those that were asked for longest ago are forgotten first."""
 ACTIVE_MAX = 2 * THREADS
 """Where so many lookups are under way, a further one would only wait: the request is routed without it."""
 FAILURES_MAX = 3
@@ -50,6 +50,7 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
 LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
 """The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -59,14 +60,18 @@ def lookup_key(published: Published) -> LookupKey:
     return published.deployment, published.layout, published.endpoint, published.bucket, published.accept
 
 
-class _Kind:
-    """The lookups with one key."""
+def _breaker() -> Breaker:
+    return Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
+
+
+class _Asker:
+    """The lookups that are made for one engine, whatever it publishes."""
 
     def __init__(self) -> None:
-        self.breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
+        self.breaker = _breaker()
         self.threads = asyncio.Semaphore(THREADS_OF_ONE)
         self.turn = asyncio.Semaphore(1)
-        """One prompt at a time has its chunks named, since all kinds share one thread for that: they take turns."""
+        """One prompt at a time has its chunks named, since all engines share one thread for that: they take turns."""
         self.active_count = 0
 
 
@@ -78,18 +83,29 @@ class StoreLookups:
         self._threads = ThreadPoolExecutor(THREADS, "objectcache-orchestrator-lookup")
         self._naming = ThreadPoolExecutor(1, "objectcache-orchestrator-naming")
         self._stores: OrderedDict[str, Client] = OrderedDict()
-        self._kinds: OrderedDict[LookupKey, _Kind] = OrderedDict()
+        self._breakers: OrderedDict[LookupKey, Breaker] = OrderedDict()
+        """A lookup that fails for one engine fails for all with the same key."""
+        self._askers: OrderedDict[str, _Asker] = OrderedDict()
         self._active_count = 0
         self._warnings = RareWarnings(_log)
         self.count = 0
         self.failure_count = 0
 
-    async def find(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> StoredPrefix | None:
-        """The store's answer; None where nothing is known. Prompts for an adapter are not looked up, since the names of
-        their chunks depend on the adapter's weights.
+    async def find(
+        self, engines: Iterable[str], published: Published, tokens: Sequence[int] | TokenIds, salt: str
+    ) -> StoredPrefix | None:
+        """The store's answer for the engines that publish this; None where nothing is known. The lookup counts for the
+        one of them that has fewest. Prompts for an adapter are not looked up, since the names of their chunks depend on
+        the adapter's weights.
         """
-        kind = self._kind(lookup_key(published))
-        if len(tokens) <= published.layout.chunk_tokens or kind.active_count >= ACTIVE_MAX - self._active_count:
+        now_s = time.monotonic()
+        breaker = _kept(self._breakers, lookup_key(published), _breaker)
+        askers = [_kept(self._askers, engine, _Asker) for engine in engines]
+        able = [each for each in askers if not each.breaker.is_open(now_s)]
+        if not able or breaker.is_open(now_s):
+            return None
+        asker = min(able, key=lambda each: (each.breaker.is_trying, each.active_count))
+        if len(tokens) <= published.layout.chunk_tokens or asker.active_count >= ACTIVE_MAX - self._active_count:
             return None
         try:
             store = self._store(self._settings.endpoint or published.endpoint)
@@ -97,19 +113,17 @@ class StoreLookups:
             self.failure_count += 1
             self._warnings.warn("a store that cannot be asked: %.300r", error)
             return None
-        if kind.breaker.is_open(time.monotonic()):
-            return None
         self._active_count += 1
-        kind.active_count += 1
+        asker.active_count += 1
         try:
-            keys = await self._named(kind, published, tokens, salt)
-            return None if keys is None else await self._asked(store, kind, published, len(tokens), keys)
+            keys = await self._named(asker, published, tokens, salt)
+            return None if keys is None else await self._asked(store, breaker, asker, published, len(tokens), keys)
         finally:
             self._active_count -= 1
-            kind.active_count -= 1
+            asker.active_count -= 1
 
     async def _named(
-        self, kind: _Kind, published: Published, tokens: Sequence[int] | TokenIds, salt: str
+        self, asker: _Asker, published: Published, tokens: Sequence[int] | TokenIds, salt: str
     ) -> list[tuple[str, ...]] | None:
         """The keys, from a thread, since a long prompt has many. None where they take too long or where there are none:
         that is the prompt's doing, and no failure of the store.
@@ -117,34 +131,48 @@ class StoreLookups:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 work = partial(self._keys, published, tokens, salt)
-                return await _in_thread(self._naming, kind.turn, work)
+                return await _in_thread(self._naming, asker.turn, work)
         except (ValueError, TimeoutError):
             return None
 
     async def _asked(
-        self, store: Client, kind: _Kind, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+        self,
+        store: Client,
+        breaker: Breaker,
+        asker: _Asker,
+        published: Published,
+        token_count: int,
+        keys: Sequence[Sequence[str]],
     ) -> StoredPrefix | None:
-        if kind.breaker.wait_s(time.monotonic()) > 0:
+        if breaker.wait_s(time.monotonic()) > 0:
             return None
+        if asker.breaker.wait_s(time.monotonic()) > 0:
+            breaker.gave_up()
+            return None
+        breakers = (breaker, asker.breaker)
         self.count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 work = partial(self._look_up, store, published, token_count, keys)
-                found = await _in_thread(self._threads, kind.threads, work)
+                found = await _in_thread(self._threads, asker.threads, work)
         except asyncio.CancelledError:
-            kind.breaker.gave_up()
+            for each in breakers:
+                each.gave_up()
             raise
         except CallerError as error:  # what an engine published is wrong: the store is well, and others ask it
-            kind.breaker.succeeded()
+            for each in breakers:
+                each.succeeded()
             self.failure_count += 1
             self._warnings.warn("a lookup for the bucket %.300r was refused: %.300r", published.bucket, error)
             return None
         except Exception as error:  # an answer may be anything
             self.failure_count += 1
-            kind.breaker.failed(time.monotonic())
+            for each in breakers:
+                each.failed(time.monotonic())
             self._warnings.warn("a lookup failed: %.300r", error)
             return None
-        kind.breaker.succeeded()
+        for each in breakers:
+            each.succeeded()
         return found
 
     def close(self) -> None:
@@ -161,24 +189,21 @@ class StoreLookups:
     def _look_up(
         self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]
     ) -> StoredPrefix:
-        """The count of chunks and the rate. Costs of engines decide neither, and are not sent."""
+        """The count of chunks and the rate. Costs of engines decide neither, and are not sent. No further rank is asked
+        for when nobody waits for the answer any more. Raises TimeoutError then, and what the client raises.
+        """
+        until_s = time.monotonic() + self._settings.timeout_s
         client, layout = store.in_bucket(published.bucket), published.layout
         request = AdviceRequest(token_count, layout, PrefillCosts(0.0))
         lease_s, accept = self._settings.lease_s, published.accept
-        found = [client.advise(each, request, lease_s, accept=accept) for each in keys]
+        found = []
+        for each in keys:
+            found.append(client.advise(each, request, lease_s, accept=accept))
+            if time.monotonic() > until_s:
+                raise TimeoutError("the store has not answered in time")
         count = min(min(matched, len(each)) for each, (matched, _) in zip(keys, found, strict=True))
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / published.deployment.rank_count
         return StoredPrefix(count, layout, rate)
-
-    def _kind(self, key: LookupKey) -> _Kind:
-        """The lookups with this key."""
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind()
-            if len(self._kinds) > KINDS_MAX:
-                self._kinds.popitem(last=False)
-        self._kinds.move_to_end(key)
-        return kind
 
     def _store(self, endpoint: str) -> Client:
         """The store of an endpoint, which an engine may have named."""
@@ -198,6 +223,17 @@ class StoreLookups:
         if len(self._stores) > ENDPOINTS_MAX:
             self._threads.submit(self._stores.popitem(last=False)[1].close)
         return made
+
+
+def _kept(known: OrderedDict[_K, _T], key: _K, make: Callable[[], _T]) -> _T:
+    """The value of a key, which is made where it is not known."""
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+        if len(known) > KNOWN_MAX:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return found
 
 
 def named_chunks(published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:

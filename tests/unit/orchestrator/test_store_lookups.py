@@ -52,7 +52,7 @@ async def test_prompts_that_take_long_to_name_do_not_switch_the_store_off(monkey
     store = lookups(0.02)
     try:
         for _ in range(2 * FAILURES_MAX):
-            assert await store.find(published(), TOKENS, "") is None
+            assert await store.find(["engine"], published(), TOKENS, "") is None
         assert (store.count, store.failure_count) == (0, 0)
     finally:
         ended.set()
@@ -73,7 +73,10 @@ async def test_engines_with_other_chunks_take_turns_at_having_prompts_named(monk
     store, costly, other = lookups(60.0), published(), published()
     costly = replace(costly, deployment=Deployment("model", "bfloat16", 1), layout=ChunkLayout(2, 1, 4096))
     try:
-        asked = [asyncio.create_task(store.find(each, TOKENS, "")) for each in (costly, costly, costly, other)]
+        asked = [
+            asyncio.create_task(store.find([name], each, TOKENS, ""))
+            for name, each in (("costly", costly), ("costly", costly), ("costly", costly), ("other", other))
+        ]
         await asyncio.sleep(0)  # all of them have asked
         go_on.set()
         await asyncio.gather(*asked)
@@ -90,7 +93,7 @@ async def test_prompts_without_names_are_no_failures_of_the_store(monkeypatch: p
     monkeypatch.setattr(KeyChain, "keys", keys)
     store = lookups(60.0)
     try:
-        assert [await store.find(published(), TOKENS, "") for _ in range(2 * FAILURES_MAX)] == [None] * 6
+        assert [await store.find(["engine"], published(), TOKENS, "") for _ in range(2 * FAILURES_MAX)] == [None] * 6
         assert (store.count, store.failure_count) == (0, 0)
     finally:
         store.close()
@@ -104,7 +107,7 @@ async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch:
     store = lookups(60.0)
     try:
         for _ in range(3 * FAILURES_MAX):
-            assert await store.find(published(), TOKENS, "") is None
+            assert await store.find(["engine"], published(), TOKENS, "") is None
         assert store.count == store.failure_count == FAILURES_MAX
     finally:
         store.close()
@@ -120,7 +123,7 @@ async def test_a_refusal_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPa
     store = lookups(60.0)
     try:
         for _ in range(3 * FAILURES_MAX):
-            assert await store.find(published(), TOKENS, "") is None
+            assert await store.find(["engine"], published(), TOKENS, "") is None
         assert store.count == store.failure_count == 3 * FAILURES_MAX
     finally:
         store.close()
@@ -138,7 +141,7 @@ async def test_the_store_is_asked_for_what_the_engine_takes(monkeypatch: pytest.
     lossy = replace(published(), accept=accept)
     try:
         for each in (published(), lossy):
-            found = await store.find(each, TOKENS, "")
+            found = await store.find(["engine"], each, TOKENS, "")
             assert found is not None
         assert asked == [None, accept]
         assert lookup_key(published()) != lookup_key(lossy)
@@ -165,7 +168,8 @@ async def test_an_engines_costs_decide_no_lookup_of_others(monkeypatch: pytest.M
     store = lookups(60.0)
     try:
         costly = replace(published(), prefill=PrefillCosts(1e6), loads=DeliveryCosts(9.0, 9.0, 9.0, 1.0))
-        assert await store.find(published(), TOKENS, "") == await store.find(costly, TOKENS, "")
+        found = [await store.find(["engine"], each, TOKENS, "") for each in (published(), costly)]
+        assert found[0] == found[1]
         assert asked[0] == asked[1]
     finally:
         store.close()
@@ -184,14 +188,60 @@ async def test_a_store_that_fails_takes_no_other_store_with_it(monkeypatch: pyte
     try:
         for wrong in (published(), replace(published(), endpoint="nonsense")):
             for _ in range(2 * FAILURES_MAX):
-                assert await store.find(wrong, TOKENS, "") is None
-        found = await store.find(good, TOKENS, "")
+                assert await store.find(["wrong"], wrong, TOKENS, "") is None
+        found = await store.find(["engine"], good, TOKENS, "")
         assert found is not None
         assert found.chunk_count == 2
         for number in range(3, 3 + 2 * ENDPOINTS_MAX):
-            assert await store.find(replace(good, endpoint=f"http://127.0.0.1:{number}"), TOKENS, "") is not None
+            assert (
+                await store.find(["engine"], replace(good, endpoint=f"http://127.0.0.1:{number}"), TOKENS, "")
+                is not None
+            )
         assert len(store._stores) == ENDPOINTS_MAX
     finally:
+        store.close()
+
+
+async def test_an_engine_that_publishes_ever_new_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures counted for each name, so every prompt waited for the store of a name that was new."""
+
+    def look_up(self: StoreLookups, store: object, published: Published, *_: object) -> StoredPrefix:
+        if published.bucket != "bucket":
+            raise ConnectionRefusedError("nobody is there")
+        return StoredPrefix(2, published.layout)
+
+    monkeypatch.setattr(StoreLookups, "_look_up", look_up)
+    store = lookups(60.0)
+    try:
+        for number in range(3 * FAILURES_MAX):
+            assert await store.find(["hostile"], replace(published(), bucket=str(number)), TOKENS, "") is None
+        assert store.count == FAILURES_MAX
+        assert await store.find(["hostile", "other"], published(), TOKENS, "") is not None
+        assert await store.find(["other"], published(), TOKENS, "") is not None
+    finally:
+        store.close()
+
+
+async def test_a_lookup_for_which_nobody_waits_asks_for_no_further_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow store kept a thread for the time of all ranks, one after the other."""
+    asked: list[object] = []
+    go_on = threading.Event()
+
+    def advise(self: Client, keys: Sequence[str], *_: object, **__: object) -> tuple[int, Advice]:
+        asked.append(keys)
+        go_on.wait(60)
+        return 0, Advice(Choice.PREFIX, 0, None, {}, None, 1e9)
+
+    monkeypatch.setattr(Client, "advise", advise)
+    store = lookups(0.02)
+    try:
+        wide = replace(published(), deployment=replace(published().deployment, tp_size=8))
+        assert await store.find(["engine"], wide, TOKENS, "") is None
+        go_on.set()
+        store._threads.shutdown()
+        assert len(asked) == 1
+    finally:
+        go_on.set()
         store.close()
 
 
@@ -208,7 +258,7 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
     store = lookups(60.0)
     try:
         wide = replace(published(), deployment=replace(published().deployment, tp_size=8, pp_size=4))
-        assert await store.find(wide, list(range(16 * 1000)), "") is not None
+        assert await store.find(["engine"], wide, list(range(16 * 1000)), "") is not None
         assert counts == [2] * RANKS_ASKED_MAX
     finally:
         store.close()
