@@ -22,9 +22,10 @@ SAMPLES_MAX = 64
 ARRIVALS_MAX, ARRIVALS_MIN = 32, 4
 """Rates are those of so many arrivals; of fewer than the least no rate is told."""
 OVERDUE_S, OVERDUE_TIMES = 1.0, 3.0
-"""A stream's first byte that has not come after so many seconds, nor after so many times its prediction, is taken to
-need as long again: an engine that answers nothing would else seem to have nothing to do. An answer that is no stream
-may take any time, as its client chooses, and says nothing.
+"""A stream whose first byte has not come after so many seconds, nor after so many times its prediction, is late. An
+engine that has late streams is taken to answer them as slowly as it has answered others since the oldest was sent: one
+that answers nothing, or few, would else seem to have nothing to do. An answer that is no stream may take any time, as
+its client chooses, and says nothing.
 """
 MEAN_WEIGHT = 0.2
 """The last request has this weight in the mean of prefills."""
@@ -44,6 +45,8 @@ class SentRequest:
     is_stream: bool = True
     has_load: bool = False
     first_byte_s: float | None = None
+    answered_before: int = 0
+    """The answers that the engine had begun when it was sent."""
 
 
 class Load(NamedTuple):
@@ -70,6 +73,7 @@ class EngineBooks:
         self._others_running = 0
         self._progress_s = 0.0
         self._answered_s = 0.0
+        self._answered_count = 0
         self._mean_work_s = 0.0
         self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._arrivals: deque[tuple[float, float]] = deque(maxlen=ARRIVALS_MAX)
@@ -91,6 +95,7 @@ class EngineBooks:
         """A request was sent to the engine."""
         if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
+        sent.answered_before = self._answered_count
         self._sent[sent.request_id] = sent
         self._note_arrival(sent)
         self._mean_work_s += MEAN_WEIGHT * (sent.work_s - self._mean_work_s)
@@ -105,6 +110,7 @@ class EngineBooks:
         if is_stream and sent.work_s > 0:
             self._prefills.note(sent.work_s, max(self._progress_s, sent.sent_s), now_s)
         sent.first_byte_s = self._progress_s = self._answered_s = now_s
+        self._answered_count += 1
         return now_s - sent.sent_s if is_stream else None
 
     def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
@@ -163,13 +169,22 @@ class EngineBooks:
         )
 
     def overdue_s(self, now_s: float) -> float:
-        """How long the engine has answered nothing, where that is longer than it should be."""
-        first = next((each for each in self._sent.values() if each.is_stream and each.first_byte_s is None), None)
-        if first is None:
+        """How long the engine needs for its late streams, at most as long again as the oldest has waited. One stream
+        that is late beside many that are answered counts little: it may be its client's doing.
+        """
+        late = [
+            each
+            for each in self._sent.values()
+            if each.is_stream
+            and each.first_byte_s is None
+            and now_s - each.sent_s > max(OVERDUE_S, OVERDUE_TIMES * each.predicted_s)
+        ]
+        if not late:
             return 0.0
-        silent_s = now_s - max(self._answered_s, first.sent_s)
-        is_overdue = silent_s > max(OVERDUE_S, OVERDUE_TIMES * self.correction.factor * first.work_s)
-        return silent_s if is_overdue else 0.0
+        oldest = late[0]
+        age_s, silent_s = now_s - oldest.sent_s, now_s - max(self._answered_s, oldest.sent_s)
+        each_s = max(silent_s, age_s / (1 + self._answered_count - oldest.answered_before))
+        return min(age_s, len(late) * each_s)
 
     def room_wait_s(self, need_tokens: int, room_tokens: int, now_s: float) -> float:
         """How long a request waits for KV blocks of others, where the engine has room for so many tokens. The requests

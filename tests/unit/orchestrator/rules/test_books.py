@@ -16,7 +16,7 @@ def test_a_new_prompt_waits_for_the_rest_of_those_before_it() -> None:
     books = EngineBooks(8)
     assert books.load(0.0).queue_s == 0
     books.send(sent("a", 0.4, 0.0))
-    books.send(sent("b", 0.2, 0.05))
+    books.send(SentRequest("b", 100, 0.2, 0.55, 0.05))
     assert books.load(0.1).queue_s == pytest.approx(0.5)
     assert books.first_byte("a", 0.4) == pytest.approx(0.4)
     assert books.load(0.5).queue_s == pytest.approx(0.1)
@@ -66,8 +66,29 @@ def test_an_engine_that_answers_nothing_has_a_queue_whatever_it_says_of_its_cost
     assert books.load(4.0).queue_s == pytest.approx(4.0)
     books.end("0", 4.0, is_complete=False)  # its client has left
     assert books.load(5.0).queue_s == pytest.approx(5.0, abs=0.02)
-    books.first_byte("1", 5.0)
+    for at in range(1, 100):
+        books.first_byte(str(at), 5.0)
     assert books.load(5.5).queue_s == 0.0
+
+
+def test_an_engine_that_answers_one_stream_now_and_then_has_a_queue() -> None:
+    """Each first byte ended its silence, so it seemed to have nothing to do, and held all other streams."""
+    books = EngineBooks(900_000)
+    for at in range(40):
+        books.send(SentRequest(str(at), 10, 0.0, 0.0, 0.0))
+    for at in range(4):
+        books.first_byte(str(at), 0.9 * (at + 1))
+    assert books.load(3.6).queue_s == pytest.approx(3.6)
+
+
+def test_one_late_stream_turns_nobody_away_from_an_engine_that_answers_others() -> None:
+    """Its client may have sent what takes long, an image for example."""
+    books = EngineBooks(900_000)
+    books.send(SentRequest("late", 10, 0.0, 0.0, 0.0))
+    for at in range(99):
+        books.send(SentRequest(str(at), 10, 0.0, 0.0, at / 10))
+        books.first_byte(str(at), at / 10)
+    assert books.load(10.0).queue_s == pytest.approx(0.2)
 
 
 def test_a_long_answer_that_is_no_stream_turns_nobody_away_from_its_engine() -> None:
