@@ -4,6 +4,7 @@ They are kept in the registry, which tells all orchestrators, else in the own fi
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Collection, Mapping
@@ -36,7 +37,9 @@ class Orders:
         writing: Writing | None,
         registry: EtcdRegistry | None,
     ) -> None:
-        """Takes over what the file has."""
+        """Takes over what the file has. A quota that cannot be read here, since another release has written it, stays
+        there and does not count.
+        """
         self._engines = engines
         self._tenants = tenants
         self._gate = gate
@@ -45,7 +48,11 @@ class Orders:
         self.pins: dict[str, Pin] = {}
         self._quotas: dict[str, Tenant] = {}
         if writing is not None:
-            self._quotas = {name: tenant_of(name, each) for name, each in writing.quotas().items()}
+            for name, text in writing.metadata.quotas().items():
+                try:
+                    self._quotas[name] = tenant_of(name, json.loads(text))
+                except (ValueError, RecursionError) as error:
+                    _log.warning("the quota of %s in the metadata does not count: %s", name, error)
             self.pins = {prefix: Pin(*each) for prefix, each in writing.metadata.pins(time.time()).items()}
 
     def tenant(self, tenant: Tenant) -> Tenant:
@@ -135,6 +142,8 @@ class Orders:
 
 def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:
     """A tenant's share by JSON: `weight`, `priority`, `active_max`. Raises ValueError."""
+    if not isinstance(document, Mapping):
+        raise ValueError("a quota must be a JSON object")
     if unknown := set(document) - {"weight", "priority", "active_max"}:
         raise ValueError(f"{', '.join(sorted(unknown))}: not known; a quota has weight, priority, active_max")
     weight, priority, active_max = (document.get(key) for key in ("weight", "priority", "active_max"))

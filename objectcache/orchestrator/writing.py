@@ -126,10 +126,6 @@ class Writing:
         else:
             await asyncio.to_thread(self.metadata.set_pin, prefix, engine, until)
 
-    def quotas(self) -> dict[str, Any]:
-        """The quotas of tenants."""
-        return {tenant: json.loads(document) for tenant, document in self.metadata.quotas().items()}
-
     async def set_quota(self, tenant: str, document: Mapping[str, Any]) -> None:
         """Write a tenant's quota down."""
         await asyncio.to_thread(self.metadata.set_quota, tenant, json.dumps(document))
