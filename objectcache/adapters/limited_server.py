@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
@@ -316,9 +316,12 @@ def _watched(handler: Handler) -> Handler:
             return await handler(http)
         connection.request_begun(http)
         try:
-            return await handler(http)
+            response = await handler(http)
         finally:
             connection.request_ended()
+        if http.version < HttpVersion11 and response.content_length is None:
+            response.force_close()  # only the end of the connection ends such an answer, and aiohttp would keep it
+        return response
 
     return handle
 

@@ -569,6 +569,18 @@ async def test_a_client_that_waits_for_leave_gets_it() -> None:
         writer.close()
 
 
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_its_connection() -> None:
+    """A client that asked to keep its connection waited for the end until the connection had been idle for long."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        place = urlsplit(bed.url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        body = json.dumps({"model": "canned", "prompt": PROMPT, "max_tokens": 4, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
 async def test_a_large_answer_goes_on_as_it_comes_and_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole answers of 60 MiB were held here, for each request at once."""
     monkeypatch.setattr("objectcache.orchestrator.passing_on.WHOLE_BYTES_MAX", 100)
