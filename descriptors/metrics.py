@@ -203,7 +203,7 @@ STORAGE = (
 
 ORCHESTRATOR_REQUESTS = _counter(
     "orchestrator_requests_total",
-    "Requests to engines that have ended; status 0 where the client left.",
+    "Requests to engines that have ended; status 0 where the client left, other where HTTP has no such status.",
     "path",
     "status",
 )

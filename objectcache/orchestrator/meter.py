@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Protocol
 
 from descriptors import metrics
@@ -13,6 +14,8 @@ from objectcache.orchestrator.gate import Gate
 from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.rules.policies import Decision
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+
+_STATUSES = frozenset({0, *HTTPStatus})
 
 
 class Parts(Protocol):
@@ -57,7 +60,9 @@ class Meter:
 
     def ended(self, receipt: Receipt) -> None:
         """A request is over."""
-        self._requests.add(1, receipt.path, str(receipt.status or 0))
+        status = receipt.status or 0
+        is_known = status in _STATUSES  # else an engine could have any number of lines
+        self._requests.add(1, receipt.path, str(status) if is_known else "other")
         self._waits.observe(receipt.waited_s)
         if receipt.ttft_s is not None:
             self._ttft.observe(receipt.ttft_s)
