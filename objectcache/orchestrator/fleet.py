@@ -55,7 +55,8 @@ class Fleet:
         self.waiting = WaitingForEngines()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._following: set[asyncio.Task[None]] = set()
-        self._seeing_out: set[asyncio.Task[None]] = set()
+        self._seeing_out: dict[asyncio.Task[None], Engine] = {}
+        """The engines that have left and may still have requests."""
 
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError."""
@@ -201,9 +202,7 @@ class Fleet:
         self._begin(settings, None if self._writing is None else await self._writing.warm(settings.label))
 
     async def _replace(self, settings: EngineSettings) -> None:
-        """An engine that is known has other settings: it is never away, and what it holds is to be said anew. At the
-        same address it still has the requests that were sent to it.
-        """
+        """An engine that is known has other settings: it is never away, and what it holds is to be said anew."""
         before = self.engines[settings.label]
         if before.settings == settings:
             return
@@ -214,8 +213,6 @@ class Fleet:
         self._begin(settings, None)
         engine = self.engines[settings.label]
         engine.liveness.drain(is_wanted=before.liveness.is_draining)
-        if engine.url == before.url:
-            before.books.requests_max, engine.books = engine.books.requests_max, before.books
         await asyncio.gather(watch, return_exceptions=True)
 
     async def _leave(self, name: str) -> None:
@@ -225,6 +222,7 @@ class Fleet:
         await asyncio.gather(watch, return_exceptions=True)
 
     def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
+        """Watch an engine. One that has left still has the requests that were sent to its address."""
         name = settings.label
         engine = self.engines[name] = Engine(
             settings=settings,
@@ -238,6 +236,10 @@ class Fleet:
             on_up=partial(self._is_up, name),
             turns=self._turns,
         )
+        for left in self._seeing_out.values():
+            if left.url == engine.url:
+                left.books.requests_max = engine.books.requests_max
+                engine.books = left.books
         self._watches[name] = asyncio.create_task(engine.run())
 
     def _end(self, name: str) -> asyncio.Task[None]:
@@ -248,6 +250,6 @@ class Fleet:
         engine.blocks.leave()
         self._policy.forget_engine(name)
         seeing_out = asyncio.create_task(engine.see_out())
-        self._seeing_out.add(seeing_out)
-        seeing_out.add_done_callback(self._seeing_out.discard)
+        self._seeing_out[seeing_out] = engine
+        seeing_out.add_done_callback(self._seeing_out.pop)
         return watch

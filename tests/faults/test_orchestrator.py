@@ -697,7 +697,8 @@ async def test_an_engine_that_is_registered_anew_is_never_away(tmp_path: Path, m
         assert [is_draining for _, is_draining in writing.engines()] == [True]
 
 
-async def test_an_engine_that_is_registered_anew_still_has_its_requests() -> None:
+@pytest.mark.parametrize("leaves_first", [False, True])
+async def test_an_engine_that_is_registered_anew_still_has_its_requests(leaves_first: bool) -> None:
     """Those that ran there counted as nothing, so it looked idle and got the requests of all."""
     slow = replace(FAST, output_s=10.0)
     async with canned(1, slow) as engines, orchestrated([]) as bed:
@@ -707,6 +708,8 @@ async def test_an_engine_that_is_registered_anew_still_has_its_requests() -> Non
         async with bed.http.post(f"{bed.url}/v1/completions", json=stream) as answer:
             assert await answer.content.readany()
             before = fleet.engines["a"]
+            if leaves_first:
+                await fleet.remove("a")
             await fleet.register({**document, "requests_max": 3})
             engine = fleet.engines["a"]
             assert engine is not before
