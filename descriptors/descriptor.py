@@ -202,10 +202,12 @@ class Descriptor:
             raise invalid("places", f"has {len(self.places)} entries for {self.chunk_count} chunks")
         for index, place in enumerate(self.places):
             _require_int(place, 0, PLACE_MAX, f"places[{index}]")
-        gaps = np.diff(np.array(self.places, dtype=np.int64))
-        if (gaps < self.layout.chunk_bytes).any():
-            index = int(np.argmax(gaps < self.layout.chunk_bytes)) + 1
-            raise invalid(f"places[{index}]", f"is not {self.layout.chunk_bytes} bytes (L*S) after the one before")
+        places = np.array(self.places, dtype=np.int64)
+        order = np.argsort(places, kind="stable")
+        overlaps = np.flatnonzero(np.diff(places[order]) < self.layout.chunk_bytes)
+        if len(overlaps):
+            first, second = order[overlaps[0]], order[overlaps[0] + 1]
+            raise invalid(f"places[{second}]", f"is within {self.layout.chunk_bytes} bytes (L*S) of places[{first}]")
 
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
@@ -239,7 +241,7 @@ class Descriptor:
     def target_bytes(self) -> int:
         """The bytes of the target from its beginning to the end of the delivery if every chunk is served."""
         if self.places:
-            return self.places[-1] + self.layout.chunk_bytes
+            return max(self.places) + self.layout.chunk_bytes
         return self.layout.delivery_bytes(self.whole_chunk_count)
 
     @property

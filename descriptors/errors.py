@@ -219,6 +219,12 @@ class CallerError(ObjectCacheError):
 class ChunkUnavailable(ObjectCacheError):
     """A chunk is missing, has the wrong size or cannot be read: recompute from chunk `index`."""
 
+    def at(self, index: int) -> ChunkUnavailable:
+        """The same of a chunk that the caller knows by another index."""
+        field = f"chunk_keys[{index}]"
+        message = self.message.replace(f"chunk_keys[{self.index}]", field)
+        return ChunkUnavailable(self.code, message, field=field, index=index, layer=self.layer)
+
 
 class ServerError(ObjectCacheError):
     """The server failed. `retryable` says whether the same request can succeed later, `retry_after_s` when."""

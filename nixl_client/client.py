@@ -348,9 +348,9 @@ class Client:
         layer by layer, so that its bytes are those of exact chunks: by this process in host memory, by the device in a
         device's.
 
-        With `places` chunk i lands whole at byte `offset + places[i]`, in ascending order, and what lies between the
-        chunks is not touched; `wait` returns when all are there. Such a fetch is chunk-major and exact. Over ucx and
-        shm it needs a server that knows descriptors with places; another one raises CallerError(InvalidDescriptor).
+        With `places` chunk i lands whole at byte `offset + places[i]`, and nothing between the chunks is touched; `wait`
+        returns when all are there. Such a fetch is chunk-major and exact. Over ucx and shm it needs a server that knows
+        descriptors with places; another one raises CallerError(InvalidDescriptor).
 
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
@@ -484,10 +484,11 @@ def _filled_bytes(descriptor: Descriptor, places: Sequence[int]) -> int:
         return descriptor.delivery_bytes
     if descriptor.delivery is not Delivery.CHUNK_MAJOR or descriptor.accept is not None:
         raise ValueError("places go with chunk-major delivery of exact chunks")
-    steps = np.diff(np.array(places, dtype=np.int64), prepend=-descriptor.layout.chunk_bytes)
-    if len(places) != descriptor.chunk_count or (steps < descriptor.layout.chunk_bytes).any():
-        raise ValueError("there is a place for each chunk, each at least a chunk's bytes after the one before")
-    return int(places[-1]) + descriptor.layout.chunk_bytes
+    chunk_bytes = descriptor.layout.chunk_bytes
+    steps = np.diff(np.sort(np.array(places, dtype=np.int64)), prepend=-chunk_bytes)
+    if len(places) != descriptor.chunk_count or (steps < chunk_bytes).any():
+        raise ValueError("there is a place for each chunk, and no two overlap")
+    return max(places) + chunk_bytes
 
 
 def _counted(matched: int, chunk_keys: Sequence[str]) -> int:

@@ -123,7 +123,4 @@ def of_whole(error: ChunkUnavailable, positions: Indices) -> ChunkUnavailable:
     """A portion's error with the index of the chunk in the whole prefix."""
     if error.index is None or error.code not in CHUNK_CODES:
         return error
-    index = int(positions[error.index])
-    chunk_field = f"chunk_keys[{index}]"
-    message = error.message.replace(f"chunk_keys[{error.index}]", chunk_field)
-    return ChunkUnavailable(error.code, message, field=chunk_field, index=index, layer=error.layer)
+    return error.at(int(positions[error.index]))

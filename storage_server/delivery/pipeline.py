@@ -46,8 +46,10 @@ from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Reading, Takes, reading_of
 from storage_server.planning.plan import (
     DeliveryPlan,
+    Numbers,
     Payload,
     TargetWithGaps,
+    placed_order,
     plan_delivery,
     plan_encoded,
     plan_placed,
@@ -89,6 +91,8 @@ class _Delivery:
     mode: Mode | None = None
     forms: LayerForms | None = None
     """The forms of the chunks, where the descriptor accepts encoded ones."""
+    order: Numbers | None = None
+    """The descriptor's index of each chunk, where the chunks go by their places in the target."""
     is_resident: bool = False
     """Whether every chunk lies in the DRAM tier."""
     sent_bytes: int = 0
@@ -150,6 +154,10 @@ def _plan(
 def _index_in_whole(portion: Portion | None, index: int) -> int:
     """The index that a client knows a chunk by."""
     return index if portion is None else portion.positions[index]
+
+
+def _index_in_descriptor(delivery: _Delivery, index: int) -> int:
+    return index if delivery.order is None else int(delivery.order[index])
 
 
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
@@ -253,13 +261,10 @@ class Pipeline:
         self, delivery: _Delivery, access_key: str, bucket: str, descriptor: Descriptor
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
-        prefix_only = descriptor.on_missing is OnMissing.PREFIX
         reading = self.limits.limited(access_key, reading_of(descriptor, bucket))
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
-            self._source.open_chunks(
-                bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only, reader=reading
-            ) as chunks,
+            self._opened(delivery, bucket, descriptor, reading) as chunks,
             self._lent(access_key, list(chain.from_iterable(chunks)), reading) as lent,
         ):
             portion = descriptor.portion
@@ -293,7 +298,8 @@ class Pipeline:
                 delivery.phases.enter(Phase.WAIT)
 
                 def note_damage(index: int) -> None:
-                    self._source.note_damage(bucket, descriptor.chunk_keys[index], chunks[index])
+                    key = descriptor.chunk_keys[_index_in_descriptor(delivery, index)]
+                    self._source.note_damage(bucket, key, chunks[index])
 
                 async with self._passing_room.holding() as held:
                     if passing is not None:
@@ -301,6 +307,18 @@ class Pipeline:
                     with coming or nullcontext():
                         arrivals = _Arrivals(coming, passing)
                         return await self._transfer(delivery, plan, table, place, arrivals, note_damage)
+
+    @asynccontextmanager
+    async def _opened(
+        self, delivery: _Delivery, bucket: str, descriptor: Descriptor, reading: Reading | None
+    ) -> AsyncIterator[Chunks]:
+        """The chunks that will come, in the order in which they lie in the target."""
+        keys, prefix_only = descriptor.chunk_keys, descriptor.on_missing is OnMissing.PREFIX
+        opening = self._source.open_chunks(bucket, keys, descriptor.layout, prefix_only=prefix_only, reader=reading)
+        async with opening as chunks:
+            if descriptor.places:
+                delivery.order = placed_order(descriptor.places[: len(chunks)])
+            yield chunks if delivery.order is None else [chunks[index] for index in delivery.order.tolist()]
 
     @asynccontextmanager
     async def _lent(self, access_key: str, extents: list[Extent], reading: Reading | None) -> AsyncIterator[Lent]:
@@ -336,9 +354,10 @@ class Pipeline:
         except ChunkUnavailable as missing:
             if missing.code is ErrorCode.CHUNK_CORRUPT:
                 note_damage(missing.index or 0)
-            index = _index_in_whole(delivery.portion, missing.index or 0)
-            await transfer.fail(missing.layer or 0, index, tells_client=delivery.portion is None)
-            raise
+            index = _index_in_descriptor(delivery, missing.index or 0)
+            in_whole = _index_in_whole(delivery.portion, index)
+            await transfer.fail(missing.layer or 0, in_whole, tells_client=delivery.portion is None)
+            raise missing.at(index) from None
         finally:
             await to_end(asyncio.ensure_future(transfer.close()))
 

@@ -415,10 +415,16 @@ def plan_portion(
     )
 
 
+def placed_order(places: Sequence[int]) -> Numbers | None:
+    """The indexes of chunks in the order of their places; None where they are in that order."""
+    order = np.argsort(np.array(places, dtype=np.int64), kind="stable")
+    return None if (order == np.arange(len(order))).all() else order
+
+
 def plan_placed(
     layout: ChunkLayout, places: Sequence[int], payload_bytes_max: int, landing: TargetWithGaps
 ) -> DeliveryPlan:
-    """The plan for whole chunks of which each has its place in the target, in ascending order."""
+    """The plan for whole chunks of which each has its place in the target, in the order of their places."""
     series = Series(
         group_count=1,
         first_chunk=0,
@@ -426,7 +432,7 @@ def plan_placed(
         slice_bytes=layout.chunk_bytes,
         source_offset=0,
         source_stride=layout.chunk_bytes,
-        target_offset=np.array(places, dtype=np.int64),
+        target_offset=np.sort(np.array(places, dtype=np.int64)),
         target_stride=0,
         is_scattered=landing.is_scattered,
     )

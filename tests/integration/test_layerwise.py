@@ -81,14 +81,17 @@ def test_layers_are_those_that_were_put(
 
 
 @pytest.mark.parametrize("on_missing", OnMissing)
+@pytest.mark.parametrize("is_shuffled", [False, True])
 def test_chunks_land_at_their_places_and_nothing_lands_between(
-    servers: Stack, stored: tuple[list[str], np.ndarray], transport: str, on_missing: OnMissing
+    servers: Stack, stored: tuple[list[str], np.ndarray], transport: str, on_missing: OnMissing, is_shuffled: bool
 ) -> None:
-    """As a pool of pages wants it: some side by side, some apart, by page or not."""
+    """As a pool of pages wants it: some side by side, some apart, by page or not, in the order of the prompt."""
     keys, chunks = stored
     step, gaps = LAYOUT.chunk_bytes, [0, 0, 4096, 1, 0, 3 * LAYOUT.chunk_bytes, *[0] * (N - 6)]
     places = [333 + index * step + sum(gaps[: index + 1]) for index in range(N)]
     buffer = allocate(7 + places[-1] + step + 99)
+    if is_shuffled:
+        places = places[3:] + places[:3][::-1]
     buffer[:] = 0xAA
     expected = buffer.copy()
     with servers.client("chunks", transport) as client:
@@ -106,7 +109,11 @@ def test_chunks_land_at_their_places_and_nothing_lands_between(
             for place, chunk in zip(places[:4], chunks[:4], strict=True):
                 expected[place : place + step] = chunk
             assert np.array_equal(buffer, expected)
-        for bad in (places[:-1], places[::-1], [0, step - 1, *places[2:]]):
+        else:
+            with pytest.raises(ChunkUnavailable) as error:
+                client.fetch([*keys[:4], "absent", *keys[5:]], LAYOUT, buffer, places=places).wait(30)
+            assert error.value.index == 4
+        for bad in (places[:-1], [places[1], *places[1:]], [0, step - 1, *(4 * step + place for place in places[2:])]):
             with pytest.raises(ValueError, match="place"):
                 client.fetch(keys, LAYOUT, buffer, places=bad)
 

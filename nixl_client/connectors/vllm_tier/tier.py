@@ -130,19 +130,20 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         return LookupResult.HIT if is_stored else LookupResult.MISS
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Load these chunks into their slots."""
-        self.traffic.load(self._job(job_metadata, list(job_metadata.keys), is_load=True))
+        """Load these chunks into their slots, group by group in the order of the prompt, from which the store learns
+        which chunk needs which.
+        """
+        self.traffic.load(self._job(job_metadata, is_load=True))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store those of these chunks that are missing, in the order of the prompt: eviction takes the last ones first,
         and a store that fails has stored the first ones.
         """
-        if not self._is_used:
-            self.traffic.skip(self._job(job_metadata, list(job_metadata.keys), is_load=False))
-            return
-        position = job_metadata.req_context.get_offload_key_position
-        keys = sorted(job_metadata.keys, key=lambda key: (position(key) or 0, group_of(key)))
-        self.traffic.store(self._job(job_metadata, keys, is_load=False))
+        job = self._job(job_metadata, is_load=False)
+        if self._is_used:
+            self.traffic.store(job)
+        else:
+            self.traffic.skip(job)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Each job once, when nothing touches its slots any more."""
@@ -210,7 +211,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._verdicts.expire(time.monotonic())
         self._has_answers = False
 
-    def _job(self, job: TransferJob, keys: list[OffloadKey], *, is_load: bool) -> TierJob:
+    def _job(self, job: TransferJob, *, is_load: bool) -> TierJob:
+        position = job.req_context.get_offload_key_position
+        keys = sorted(job.keys, key=lambda key: (group_of(key), position(key) or 0))
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
         return TierJob(
             job_id=job.job_id,

@@ -168,7 +168,7 @@ class TierTraffic:
         began_s = time.monotonic()
         names = [object_name(self._prefix, key) for key in question.keys]
         try:
-            for first in range(0, len(names), CHUNK_COUNT_MAX):
+            for first in range(0, 0 if self.is_resting else len(names), CHUNK_COUNT_MAX):
                 found += self.lookups.present(names[first : first + CHUNK_COUNT_MAX], self._options.lease_s)
         except FAILURES as error:
             self._failed("lookup", error, self._breaker)
@@ -207,11 +207,11 @@ class TierTraffic:
             self.book.end(TierJobEnd(job, frozenset(loaded), nbytes, seconds))
 
     def _by_form(self, job: TierJob) -> list[tuple[RowForm, list[_Entry]]]:
-        """The chunks by how they lie, by ascending slot: rows whose first bytes are used go together where these are as
-        many, whichever group they are of.
+        """The chunks by how they lie, in the order of the prompt: rows whose first bytes are used go together where
+        these are as many, whichever group they are of.
         """
         by_form: dict[object, tuple[RowForm, list[_Entry]]] = {}
-        for slot, key in sorted(zip(job.slots, job.keys, strict=True)):
+        for slot, key in zip(job.slots, job.keys, strict=True):
             group = group_of(key)
             form = self._forms[group]
             if form is not None:

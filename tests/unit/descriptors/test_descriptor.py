@@ -52,8 +52,9 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
     delivery = draw(st.sampled_from(Delivery))
     if target is not None and delivery is Delivery.CHUNK_MAJOR and draw(st.booleans()):
         gaps = draw(st.lists(st.integers(0, 1 << 40), min_size=len(keys), max_size=len(keys)))
-        places = tuple(sum(gaps[: i + 1]) + i * layers * slice_bytes for i in range(len(keys)))
-        target = replace(target, length=places[-1] + layers * slice_bytes)
+        ascending = [sum(gaps[: i + 1]) + i * layers * slice_bytes for i in range(len(keys))]
+        places = tuple(draw(st.permutations(ascending)))
+        target = replace(target, length=ascending[-1] + layers * slice_bytes)
     return Descriptor(
         version=EXTENDED_VERSION if places else 1,
         places=places,
@@ -198,7 +199,8 @@ PLACED = {"version": 2, "delivery": "chunk-major", "places": [0, 128]}
         ({**PLACED, "places": [-1, 128]}, "places[0]"),
         ({**PLACED, "places": [0, 1 << 64]}, "places[1]"),
         ({**PLACED, "places": [0, 127]}, "places[1]"),
-        ({**PLACED, "places": [128, 0]}, "places[1]"),
+        ({**PLACED, "places": [127, 0]}, "places[0]"),
+        ({**PLACED, "places": [0, 0]}, "places[1]"),
         ({**PLACED, "places": [0, 129]}, "rdma_target.length"),
         ({**PLACED, "delivery": "auto"}, "places"),
         ({**PLACED, "rdma_target": None}, "places"),
