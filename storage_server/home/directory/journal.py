@@ -380,7 +380,7 @@ def _read_inside(fd: int, journal: ReadJournal, budget_bytes: int, rows_max: int
         asked_bytes = min(window, payload_bytes - inside)
         data = _read(fd, position + HEAD.size + inside, asked_bytes)
         if len(data) < asked_bytes:
-            raise OSError(errno.EIO, "the journal has become shorter")
+            raise OSError(errno.EBADMSG, "the journal has become shorter")
         journal.nbytes += len(data)
         is_end = inside + len(data) >= payload_bytes
         records, nbytes = records_in(data, partial(journal.passed_over.note, position), rows_max, is_end=is_end)
@@ -407,7 +407,7 @@ def _checksum(fd: int, at: int, nbytes: int) -> int:
     while at < end:
         piece = _read(fd, at, min(PROVED_BYTES, end - at))
         if not piece:
-            raise OSError(errno.EIO, "the journal has become shorter")
+            raise OSError(errno.EBADMSG, "the journal has become shorter")
         checksum = crc32c(piece, checksum)
         at += len(piece)
     return checksum

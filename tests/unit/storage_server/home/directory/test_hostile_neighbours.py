@@ -555,3 +555,25 @@ async def test_journals_of_zeros_are_neither_read_again_and_again_nor_waited_for
         assert f"the journal of {'1' * 12}: it has more than others may be kept waiting for" in caplog.text
         await put(one, "key", b"data")
         assert await get(one, "key") == b"data"
+
+
+@pytest.mark.parametrize("step", ["crc32c", "records_in"])
+async def test_a_journal_that_is_shortened_while_it_is_read_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    """Its writer alone can do that, and could hold all calls up with it. The file system has answered."""
+    monkeypatch.setattr(following_module, "STEP_ROWS", 20)
+    done = getattr(journal_module, step)
+
+    def shortened(*values: Any, **named: Any) -> Any:
+        os.truncate(journal, 200)
+        return done(*values, **named)
+
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(journal_module, step, shortened)
+        journal = neighbours_journal(tmp_path, [object_record(f"{number:01000}", 8) for number in range(5_000)])
+        await one.following.read_journals()
+        await put(one, "key", b"data")
+        assert await get(one, "key") == b"data"
+        assert "the journal has become shorter" in caplog.text
