@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ListRequest, ReadRequest
 from descriptors.storage_api import SERVER_KEY
 from storage_server.home.service import HomeObjects
@@ -23,6 +23,8 @@ from storage_server.kernel.rules.rows import StoredObject
 KEYS_PER_PAGE = 1000
 PASSES = 2
 """In `chunk_revalidate_s`: a change just behind the place where a pass is must be seen by the next one in time."""
+RETRY_S = 5.0
+"""So long after upstream was busy or gone at a start it is asked again."""
 _log = logging.getLogger(__name__)
 Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
 
@@ -49,6 +51,19 @@ class Revalidation:
                 _log.warning("the cache could not be compared with upstream: %s", error)
             except Exception:
                 _log.exception("the cache could not be compared with upstream; it is tried again")
+
+    async def compare_first(self) -> None:
+        """Make a pass before the cache is used. Where upstream is busy or gone, this waits and tries again, as callers
+        would. Raises what `compare_all` raises but SlowDown.
+        """
+        while True:
+            try:
+                return await self.compare_all()
+            except ServerError as error:
+                if error.code is not ErrorCode.SLOW_DOWN:
+                    raise
+                _log.warning("the start waits, since the cache cannot be compared with upstream yet: %s", error)
+            await asyncio.sleep(RETRY_S)
 
     async def compare_all(self) -> None:
         """Make one pass. A bucket whose list is refused keeps its copies, and holds no other bucket up; its error is

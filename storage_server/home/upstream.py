@@ -185,7 +185,7 @@ class UpstreamHome:
         await self.service.start()
         await self.write_back.start()
         if self.settings.directory is not None:  # what changed while this server was away
-            await self.revalidation.compare_all()
+            await self.revalidation.compare_first()
         if self._revalidate_s:
             self._revalidating = asyncio.create_task(self.revalidation.run(self._revalidate_s))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,14 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
+from objectcache.adapters.beneath import Beneath
+from storage_server.home import revalidation
 from storage_server.home.claim import WrongDirectoryError, claim
 from storage_server.home.directory import files as files_module
+from storage_server.home.directory import following as following_module
+from storage_server.home.directory.journal import ReadJournal
+from storage_server.home.directory.rules import unanswered
+from storage_server.home.revalidation import Revalidation
 from storage_server.settings import UpstreamSettings, Write
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, request, s3_client
@@ -81,6 +89,39 @@ def test_a_copy_leaves_the_cache_when_another_server_changes_the_chunk(pair: tup
         assert request(one.url, "DELETE", f"/chunks/{key}").status == 204
         assert eventually(lambda: reading.lookup([key]) == 0)
         assert request(other.url, "GET", f"/chunks/{key}").status == 404
+
+
+def test_a_server_starts_while_a_journal_lies_on_a_bad_sector(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start waits for that journal as calls do, and not again in each process that fails."""
+    settings = UpstreamSettings(f"file://{root}", poll_s=0.1)
+    (key,), (chunk,) = make_chunks(1, LAYOUT, seed=4)
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        s3_client(one.url, OWNER).create_bucket(Bucket="chunks")
+        with one.client("chunks", "http") as client:
+            client.put_chunks([key], [chunk])
+            client.fetch([key], LAYOUT, client.allocate_buffer(chunk.nbytes)).wait(30)
+    with LocalStack(tmp_path / "b", upstream=settings) as other:
+        bad = other.storage.upstream.service.writer
+    read_journal, compare_all = following_module.read_journal, Revalidation.compare_all
+
+    def read(folder: Beneath, *arguments: Any) -> ReadJournal:
+        if folder.name == bad:
+            raise OSError(errno.EIO, "played")
+        return read_journal(folder, *arguments)
+
+    async def compared(comparing: Revalidation) -> None:
+        try:
+            await compare_all(comparing)
+        finally:  # the journal has been waited for
+            monkeypatch.setattr(unanswered, "WAITED_S", 0.0)
+
+    monkeypatch.setattr(following_module, "read_journal", read)
+    monkeypatch.setattr(Revalidation, "compare_all", compared)
+    monkeypatch.setattr(revalidation, "RETRY_S", 0.0)
+    with LocalStack(tmp_path / "a", upstream=settings) as again:
+        assert request(again.url, "GET", f"/chunks/{key}").body == chunk.tobytes()
 
 
 def test_chunks_written_back_reach_the_other_server(root: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ByteRange, ListPage, ListRequest, ObjectInfo, ReadHead, ReadRequest
 from storage_server.home import revalidation
 from storage_server.home.revalidation import Revalidation, just_before, stale_keys
@@ -148,3 +148,24 @@ async def test_a_list_that_leads_nowhere_ends_the_pass_and_removes_nothing() -> 
 
     await Revalidation(service, index, forget).compare_all()  # type: ignore[arg-type]
     assert index.buckets == {"bucket": held}
+
+
+async def test_a_start_waits_until_upstream_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal on a bad sector is waited for 30 s in each process, so that no server would ever start."""
+    monkeypatch.setattr(revalidation, "RETRY_S", 0.0)
+
+    class Busy(Service):
+        async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+            page = await super().list_objects(access_key, request)
+            if self.list_count < 3:
+                raise ServerError(ErrorCode.SLOW_DOWN, "busy", retryable=True)
+            return page
+
+    forgotten: list[str] = []
+
+    async def forget(bucket: str, versions: Any) -> int:
+        forgotten.extend(versions)
+        return len(versions)
+
+    await Revalidation(Busy({}), Index({"bucket": {"a": "1"}}), forget).compare_first()  # type: ignore[arg-type]
+    assert forgotten == ["a"]
