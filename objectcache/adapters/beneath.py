@@ -14,7 +14,6 @@ import functools
 import itertools
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ class Beneath:
 
     def separate(self) -> None:
         """Put a copy of the file in its place, durably, where it has several names: a backup may have made them. So
-        nothing that is written then changes what the other names show.
+        nothing that is written then changes what the other names show. The copy takes no more disk than the file.
         """
         if self.status().st_nlink == 1:
             return
@@ -126,8 +125,7 @@ class Beneath:
             open(self.open(os.O_RDONLY), "rb") as old,
             open(new.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file,
         ):
-            shutil.copyfileobj(old, file)
-            file.flush()
+            _copy(old.fileno(), file.fileno())
             os.fsync(file.fileno())
         new.rename(self)
         self.parent.sync()
@@ -263,6 +261,26 @@ class Beneath:
             if found.st_uid == _owner_of_new_files(self.root):
                 return
         raise UnsafeFileError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(self.path))
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy the bytes that a file has now; its holes, which may be as long as anybody likes, stay holes."""
+    at, nbytes = 0, os.fstat(source).st_size
+    os.ftruncate(target, nbytes)
+    while at < nbytes:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole up to the end
+                return
+            raise
+        end = min(os.lseek(source, at, os.SEEK_HOLE), nbytes)
+        os.lseek(target, at, os.SEEK_SET)
+        while at < end:
+            copied = os.sendfile(target, source, at, end - at)
+            if not copied:  # it has become shorter
+                return
+            at += copied
 
 
 @functools.lru_cache(maxsize=64)

@@ -117,8 +117,8 @@ class SharedFiles(FilesBeside):
         begun_s, alive = time.monotonic(), self._writers / self._writer / ALIVE
         try:
             touched_s = alive.touch()
-        except UnsafeFileError:
-            alive.separate()
+        except UnsafeFileError:  # it has several names, which backups make, or is something else
+            alive.write(b"")
             touched_s = alive.touch()
         self._beaten_s = begun_s
         self._ahead_s = (*self._ahead_s, touched_s - time.monotonic())[-BEATS_KEPT:]

@@ -161,3 +161,19 @@ def test_names_can_be_changed_beneath_the_directory(root: Path) -> None:
         two.unlink()
     assert not Beneath(root, "a/none").is_folder()
     assert str(folder) == str(root / "a" / "b")
+
+
+def test_a_separated_file_keeps_its_holes(root: Path, tmp_path: Path) -> None:
+    """Whoever may write there can make a file of a terabyte that takes no disk."""
+    path, size = root / "file", 1 << 25
+    with path.open("wb") as file:
+        file.write(b"front")
+        file.seek(size // 2)
+        file.write(b"middle")
+        file.truncate(size)
+    kept = tmp_path / "kept"
+    os.link(path, kept)
+    Beneath(root, "file").separate()
+    assert path.stat().st_ino != kept.stat().st_ino
+    assert path.read_bytes() == kept.read_bytes()
+    assert path.stat().st_blocks == kept.stat().st_blocks

@@ -132,7 +132,7 @@ async def test_no_other_file_of_a_server_is_opened_through_a_link(
     before = state(host_file)
     in_place_of(path, host_file, kind)
     shared = made(tmp_path, "a")
-    with suppress(UnsafeFileError):
+    with suppress(OSError):
         await shared.start()
     await shared.close()
     assert state(host_file) == before
@@ -402,6 +402,25 @@ async def test_a_hard_link_to_a_file_of_the_host_is_not_written_to(tmp_path: Pat
     with suppress(OSError, ServerError):
         async with opened(tmp_path, "a") as one:
             await put(one, "key", content(100_000))
+    assert state(host_file) == before
+
+
+@pytest.mark.parametrize("kind", ["second name", "link", "fifo"])
+async def test_nothing_in_place_of_a_sign_of_life_is_kept(tmp_path: Path, host_file: Path, kind: str) -> None:
+    """A copy of a long file with a second name would fill the disk, and a server that gives no sign may not write."""
+    one = made(tmp_path, "a")
+    alive = tmp_path / "shared" / "writers" / one.writer / "alive"
+    if kind == "second name":
+        alive.touch()
+        os.truncate(alive, 1 << 24)
+        os.link(alive, tmp_path / "second")
+    else:
+        in_place_of(alive, host_file, kind)
+    before = state(host_file)
+    one.files.beat()
+    await one.close()
+    assert one.files.is_beating()
+    assert (alive.is_symlink(), alive.is_file(), alive.stat().st_size) == (False, True, 0)
     assert state(host_file) == before
 
 
