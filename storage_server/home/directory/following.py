@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -40,6 +41,10 @@ TOLD_AT_ONCE = 500
 """The event loop hears of so many changes in a few milliseconds."""
 RENEWALS_WAITED_FOR = 2
 """A journal that is written anew more often in one pass, or at a start, is left behind as a late one."""
+LATE_AFTER = 0.25
+"""A pass that takes this part of the callers' patience leaves those behind of which there is more to read: a call waits
+for two passes, and shares do not know how fast this machine is.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -137,9 +142,11 @@ class Following:
         begun_s = time.monotonic()
         sizes = dict[str, tuple[int, int]]()
         self._renewals.clear()
-        waiting = await self._step(None, sizes, is_start=is_start)
+        until_s = math.inf if is_start else begun_s + LATE_AFTER * self._patience_s
+        waiting = await self._step(None, sizes, until_s)
         while waiting:
-            waiting = await self._step(waiting, sizes, is_start=is_start)
+            await self._tell_changes()  # which takes as long as reading
+            waiting = await self._step(waiting, sizes, until_s)
         if not self.problems.count:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
                 await self._forget_outdated()
@@ -148,10 +155,12 @@ class Following:
         self.begun_s = begun_s
         await self._tell_changes()
 
-    async def _step(self, waiting: list[str] | None, sizes: dict[str, tuple[int, int]], *, is_start: bool) -> list[str]:
+    async def _step(self, waiting: list[str] | None, sizes: dict[str, tuple[int, int]], until_s: float) -> list[str]:
         """Read a piece of the journals of these writers, None for all, and carry it out; the writers that are still to
-        be waited for. `sizes` has the generations and sizes that were seen first in this pass: so far it reads.
+        be waited for. From `until_s` on, a writer that has more than the piece that was read is left behind. `sizes`
+        has the generations and sizes that were seen first in this pass: so far it reads.
         """
+        is_start = math.isinf(until_s)
         read, left_out = await self._io.run(partial(self._read, waiting))
         if waiting is None:
             self._forget_gone()
@@ -174,7 +183,10 @@ class Following:
             if is_renewed or not (is_start or self._shares.is_waited_for(journal.writer, now_s)):
                 self._leave_behind(journal.writer)
             elif journal.problem is None and journal.pieces:
-                unread.append(journal.writer)
+                if now_s < until_s:
+                    unread.append(journal.writer)
+                else:
+                    self._leave_behind(journal.writer)
         return left_out + unread
 
     def _read(self, waiting: list[str] | None) -> tuple[list[ReadJournal], list[str]]:

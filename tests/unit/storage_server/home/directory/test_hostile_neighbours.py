@@ -369,6 +369,37 @@ async def test_a_call_waits_for_what_was_there_when_it_began(
         assert page[0] >= 400
 
 
+async def test_a_pass_that_takes_long_leaves_behind_what_it_has_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers within their shares wrote more than a slow machine reads: all calls waited for them, and in vain."""
+    monkeypatch.setattr(following_module, "STEP_ROWS", 20)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        now_s, steps, may_go_on = time.monotonic(), 0, asyncio.Event()
+        carry_out, read_piece = one.following._carry_out, one.following._late._read_piece
+
+        async def slow(found: Any) -> None:
+            nonlocal now_s, steps
+            now_s, steps = now_s + one._settings.read_timeout_s / 8, steps + 1
+            await carry_out(found)
+
+        async def held(writer: str) -> ReadJournal:
+            await may_go_on.wait()
+            return await read_piece(writer)
+
+        monkeypatch.setattr(following_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s))
+        monkeypatch.setattr(one.following, "_carry_out", slow)
+        monkeypatch.setattr(one.following._late, "_read_piece", held)
+        flood(tmp_path)
+        await one.following.read_journals()
+        assert (steps, one.unread_count) == (2, 1)
+        may_go_on.set()
+        await until(lambda: one.unread_count == 0)
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        assert len(page.objects) == 400
+
+
 async def test_a_large_change_of_others_is_told_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop would stop while a cache forgets a whole journal's keys. What could not be told is told later."""
     monkeypatch.setattr(following_module, "TOLD_AT_ONCE", 30)
