@@ -150,14 +150,15 @@ class SharedFiles(FilesBeside):
 
     def deletable(self, seen_s: float) -> list[str]:
         """The files that have had no row for GRACE_S. `delete` them, if still no row names them. All journals were last
-        read to their ends at `seen_s`, by the steady clock; a record that names the file would have been seen by then.
+        read to their ends at `seen_s`, by the steady clock. A record that names the file would have been seen by then:
+        its writer has read the journals half of GRACE_S before it began to write, and has taken half for that.
         """
         now_s = time.monotonic()
         with self._dead_lock:
             return [
                 file_id
                 for file_id, since_s in self._dead.items()
-                if now_s - since_s >= GRACE_S and seen_s >= since_s + GRACE_S / 2
+                if now_s - since_s >= GRACE_S and seen_s >= since_s + GRACE_S
             ]
 
     def delete(self, due: Sequence[str], dead: Collection[str]) -> None:

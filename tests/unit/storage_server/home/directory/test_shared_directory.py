@@ -696,6 +696,20 @@ async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: P
         await emptied(tmp_path, clock, one, other)
 
 
+async def test_a_file_goes_when_the_journals_were_read_a_whole_grace_after_its_death(
+    tmp_path: Path, clock: MovedClock
+) -> None:
+    """Another server may name it up to half of that after it has read the journals, and takes up to half for that."""
+    async with opened(tmp_path, "a") as one:
+        file_id = one.files.new_id()
+        one.files.note_dead(file_id)
+        dead_s = one.files._dead[file_id]
+        clock.ahead_s += 2 * files_module.GRACE_S
+        for graces in (0.5, 0.99):
+            assert one.files.deletable(dead_s + graces * files_module.GRACE_S) == []
+        assert one.files.deletable(dead_s + files_module.GRACE_S) == [file_id]
+
+
 async def test_a_frame_whose_sync_failed_is_written_again(tmp_path: Path) -> None:
     """A failed sync may have dropped it, and it would be a hole before what is written next."""
     disk = Disk()
