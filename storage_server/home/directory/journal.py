@@ -60,6 +60,8 @@ class Rewrite:
     place: Beneath
     fd: int
     end: int = 0
+    counts: bool = False
+    """Whether it has its name."""
 
     def close(self) -> None:
         """Close the file. Later calls do nothing."""
@@ -161,8 +163,9 @@ class OwnJournal:
     def give_up(self, rewrite: Rewrite) -> None:
         """Close it, and delete it where it has not come to count."""
         rewrite.close()
-        with contextlib.suppress(OSError):  # the next time
-            self._disk.unlink(rewrite.place)
+        if not rewrite.counts:
+            with contextlib.suppress(OSError):  # the next time
+                self._disk.unlink(rewrite.place)
 
     def add(self, rewrite: Rewrite, frames: Iterable[bytes]) -> None:
         """Write more frames into it. May be called from any thread, one at a time."""
@@ -198,6 +201,7 @@ class OwnJournal:
                 raise
             self._is_doubtful = False
             raise
+        rewrite.counts = True
         self._disk.sync_directory(self._folder)
         self._follow(place, rewrite.end)
         self._is_doubtful = False

@@ -84,7 +84,7 @@ class Rewriting:
                 await self._committer.commit(lambda tx: coming(tx.db), frees=True)
                 await self._committer.commit(partial(self._finish, rewrite=rewrite, position=position), frees=True)
             finally:
-                self._journal.give_up(rewrite)
+                await self._io.run(partial(self._journal.give_up, rewrite))
         except (OSError, BadRecordError, ServerError) as error:
             _log.warning("the journal of the shared directory could not be written anew: %s", error)
             return False

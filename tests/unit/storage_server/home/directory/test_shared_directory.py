@@ -405,6 +405,28 @@ async def test_a_journal_is_written_anew_when_most_of_it_is_old(
         assert {key: await get(one, key) for key in expected} == expected
 
 
+async def test_a_journal_is_written_anew_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow file system each removal of a name held all calls up, also of a name that was not there any more."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "played")
+
+    removed, unlink = list[tuple[str, bool]](), Beneath.unlink
+
+    def noted(place: Beneath) -> None:
+        removed.append((place.name, threading.current_thread() is threading.main_thread()))
+        unlink(place)
+
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(Beneath, "unlink", noted)
+        assert await one._rewriting.run()
+        assert removed == [("journal-2.new", False), ("journal-1", False)]
+        monkeypatch.setattr(OwnJournal, "finish_rewrite", fail)
+        assert not await one._rewriting.run()
+        assert removed[2:] == [("journal-3.new", False)] * 2
+
+
 async def test_a_journal_that_is_damaged_in_the_middle_keeps_what_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
