@@ -195,7 +195,7 @@ class Following:
         late = self._late.writers.copy()
         if waiting is None:
             names, are_all = writers.first_names(NAMES_MAX)
-            found_writers = frozenset(filter(WRITER.match, names))
+            found_writers = frozenset(filter(WRITER.match, names)) | {self._writer}
             self._listed = found_writers if are_all else found_writers | set(self._places) | self.problems.writers
             self.problems.note_crowd(is_crowded=not are_all)
             waiting = sorted(self._listed - late - {self._writer})
@@ -243,6 +243,7 @@ class Following:
         """Somebody has cleared folders of writers up: nothing more comes from these, and nothing waits for them."""
         self.problems.keep(self._listed, self._late.writers - self._listed)
         self._late.writers &= self._listed
+        self._places = {writer: place for writer, place in self._places.items() if writer in self._listed}
         self._shares.keep(self._listed)
 
     def _leave_behind(self, writer: str) -> None:

@@ -131,6 +131,7 @@ class JournalProblems:
         for writer in gone:
             self._problems.pop(writer, None)
             self._told.forget(writer)
+        self.spoiled.intersection_update(writers)
         self._unanswered.keep(writers)
 
     def require_answers(self) -> None:

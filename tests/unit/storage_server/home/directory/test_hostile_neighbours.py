@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -469,6 +470,22 @@ async def test_a_folder_that_was_cleared_up_is_waited_for_no_more(tmp_path: Path
         await one.following.read_journals()
         assert one.unread_count == 0
         assert one.following.whole_s > before_s
+
+
+async def test_a_folder_that_was_cleared_up_leaves_nothing_behind_and_may_come_again(tmp_path: Path) -> None:
+    """Nobody knows what the records that were passed over say, so nothing older is forgotten while they are there."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for count in (1, 2):
+            journal = neighbours_journal(tmp_path, [object_record("good", 8)], BAD["no JSON"])
+            await one.following.read_journals()
+            assert one.following.problems.spoiled == {NEIGHBOUR}
+            assert one.bad_record_count == count
+            shutil.rmtree(journal.parent)
+            await one.following.read_journals()
+            assert one.following.problems.spoiled == set()
+            assert NEIGHBOUR not in one.following._places
+        assert await get(one, "good") == b""
 
 
 async def test_a_start_does_not_wait_for_a_journal_that_is_always_another_one(
