@@ -103,6 +103,21 @@ class SharedFiles(FilesBeside):
         names = (place.name for place in places_in(self._writers / writer / FOLDER))
         return [name for name in names if FILE_ID.match(name) and writer_of(name) == writer]
 
+    def some_stored(self, writer: str, first: str, names_max: int) -> tuple[set[str], str | None]:
+        """The ids of some files of a writer that are there, from the folder `first` on, and the folder to go on with,
+        None at the end. Others may make very many names there: of each folder about `names_max` count, and of all.
+        """
+        extents, found = self._writers / writer / FOLDER, set[str]()
+        with contextlib.suppress(FileNotFoundError, UnsafeFileError):
+            folders, _ = extents.first_names(names_max)
+            for folder in sorted(folder for folder in folders if folder >= first):
+                if len(found) >= names_max:
+                    return found, folder
+                with contextlib.suppress(FileNotFoundError, UnsafeFileError):
+                    names, _ = (extents / folder).first_names(names_max)
+                    found.update(name for name in names if FILE_ID.match(name) and writer_of(name) == writer)
+        return found, None
+
     def is_retired(self, writer: str) -> bool:
         """Whether a writer has been silent for RETIRED_S, by the clock of the file system: by the times at which files
         were changed, which nobody can set.

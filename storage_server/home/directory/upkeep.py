@@ -67,6 +67,8 @@ class SharedUpkeep:
         self.shortening = asyncio.Lock()
         """Held while the journal is written anew."""
         self._checked_retired_s = float("-inf")
+        self._retired_from: dict[str, str] = {}
+        """In which folder to go on with the files of writers that have very many."""
 
     async def run(self) -> None:
         """Do all of it now and then, until cancelled."""
@@ -115,14 +117,19 @@ class SharedUpkeep:
             self._files.found_dead(once_named - named)
 
     def _files_of_retired(self) -> set[str]:
-        """The files of retired writers that are there, and that their journals name."""
-        found = set[str]()
+        """The files of retired writers that are there, and that their journals name: of those with very many files
+        some, and the next time others.
+        """
+        found, self._retired_from, go_on = set[str](), {}, self._retired_from
         writers = Beneath(self._root, WRITERS)
         for writer in writers.first_names(NAMES_MAX)[0]:
             if not WRITER.match(writer) or not self._files.is_retired(writer):
                 continue
             try:
-                found |= named_files(writers / writer, set(self._files.stored(writer))) or set()
+                stored, folder = self._files.some_stored(writer, go_on.get(writer, ""), NAMES_MAX)
+                if folder is not None:
+                    self._retired_from[writer] = folder
+                found |= named_files(writers / writer, stored) or set()
             except OSError as error:  # of the others is known what is known
                 _log.warning("the files of the silent server %s stay: %s", writer, error)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import math
 import os
@@ -376,6 +377,40 @@ async def test_a_silent_writer_with_a_link_for_a_journal_hides_no_other_one(
         (hostile / "alive").touch(mode=0o600)
     async with opened(tmp_path, "b") as other:
         assert other.upkeep._files_of_retired() == {path.name for path in data_files(tmp_path)}
+
+
+async def test_very_many_files_of_a_silent_writer_are_looked_at_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may make names there, and all of them were held in memory at once."""
+    monkeypatch.setattr(files_module, "RETIRED_S", 0.0)
+    most = 4
+    monkeypatch.setattr(upkeep_module, "NAMES_MAX", most)
+    looked_at, named_files = list[set[str]](), upkeep_module.named_files
+
+    def noted(folder: Beneath, stored: set[str]) -> set[str] | None:
+        looked_at.append(stored)
+        return named_files(folder, stored)
+
+    monkeypatch.setattr(upkeep_module, "named_files", noted)
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        ids = (f"{one.writer}{number:018x}{number % 3:02x}" for number in itertools.count())
+        monkeypatch.setattr(one.files, "new_id", lambda: next(ids))
+        await one.objects.create_bucket(KEY, BUCKET)
+        for number in range(6):
+            await put(one, f"{number}", content(100_000, number))
+        named = {path.name for path in data_files(tmp_path)}
+        for number in range(100):
+            path = one.files.place(f"{one.writer}{number:018x}03").path
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    other = made(tmp_path, "b")
+    other.files.beat()
+    found = [other.upkeep._files_of_retired() for _ in range(4)]
+    await other.close()
+    assert found[0] | found[1] == named
+    assert found[2:] == found[:2]
+    assert all(len(stored) < 2 * most for stored in looked_at)
 
 
 async def test_a_journal_is_written_anew_when_most_of_it_is_old(
