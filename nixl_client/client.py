@@ -348,9 +348,9 @@ class Client:
         layer by layer, so that its bytes are those of exact chunks: by this process in host memory, by the device in a
         device's.
 
-        With `places` chunk i lands whole at byte `offset + places[i]`, and nothing between the chunks is touched; `wait`
-        returns when all are there. Such a fetch is chunk-major and exact. Over ucx and shm it needs a server that knows
-        descriptors with places; another one raises CallerError(InvalidDescriptor).
+        With `places` chunk i lands whole at byte `offset + places[i]`, and nothing between the chunks is touched;
+        `wait` returns when all are there. Such a fetch is chunk-major and exact. Over ucx and shm it needs a server
+        that knows descriptors with places; another one raises CallerError(InvalidDescriptor).
 
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
