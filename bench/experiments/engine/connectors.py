@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from nixl_client.connectors.vllm.connector import ObjectCacheConnector
+from nixl_client.connectors.vllm_tier.host_worker import HostOffloadingWorker
 
 
 @dataclass
@@ -42,6 +45,24 @@ class StatingConnector(ObjectCacheConnector):
             STATEMENT.layer_compute_us = measured_us
             found.step = replace(found.step, layer_compute_us=stated_us)
         return found
+
+
+class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """vLLM's own spec and memory, with our worker, since it has none for CPUs."""
+
+    def get_worker(self, kv_caches: Any) -> HostOffloadingWorker:
+        """The worker, once."""
+        if not self._worker:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker: Any = HostOffloadingWorker(kv_caches, self.blocks_per_chunk, region)
+        worker: HostOffloadingWorker = self._worker
+        return worker
 
 
 BEYOND_TOKENS = 2

@@ -20,6 +20,7 @@ from bench.experiments.engine.ways import (
     CONNECTORS_MODULE,
     LMCACHES,
     OUTPUT_TOKENS,
+    TIERS,
     Answer,
     Command,
     EngineWork,
@@ -40,6 +41,10 @@ class Engine:
         if work.way in LMCACHES:  # vLLM 0.32's CPU worker looks for `__dict__` in all that is callable in loaded
             # modules, and dies of llvmlite's table of functions, which LMCache loads before it
             importlib.import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
+        if work.way is Way.OBJ_TIER:  # vLLM looks for NIXL by the name of another wheel
+            os.environ["NIXL_TELEMETRY_ENABLE"] = "y"
+            sys.modules["nixl"] = importlib.import_module("nixl_cu12")
+            sys.modules["nixl._api"] = importlib.import_module("nixl_cu12._api")
         from vllm import LLM
 
         self._work = work
@@ -59,6 +64,8 @@ class Engine:
             statement.factor, statement.layer_compute_us = command.stated, 0
             answer = self._request(prompt, OUTPUT_TOKENS)
             return replace(answer, layer_compute_us=statement.layer_compute_us, costs=statement.costs)
+        if work.way in TIERS and case is not None and not self._llm.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("vLLM does not empty its host memory")
         written_before = self._written()
         answer = self._request(prompt, OUTPUT_TOKENS)
         held = answer.cached_tokens
@@ -96,12 +103,21 @@ class Engine:
             return
         deadline_s = time.monotonic() + DRAIN_S
         self._request(LITTLE, 1)
+        while self._work.way in TIERS and self._is_storing():
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the tier still stores after {DRAIN_S:.0f} s")
+            time.sleep(PAUSE_S)
+            self._request(LITTLE, 1)
         while self._work.way in CONNECTED and self._written() < chunks:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self._written()} of {chunks} chunks were written in {DRAIN_S:.0f} s")
             time.sleep(PAUSE_S)
             self._request(LITTLE, 1)
         os.sync()
+
+    def _is_storing(self) -> bool:
+        offloading = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
+        return bool(offloading._jobs or offloading.manager.has_pending_work())
 
     def _written(self) -> int:
         """Chunks our connector has done with."""

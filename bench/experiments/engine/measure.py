@@ -4,6 +4,7 @@ ends it. Figures are medians of ratios within a round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,12 +26,12 @@ from bench.experiments.engine.ways import (
     Way,
     by_case,
 )
+from nixl_client.transports.transport import Transport
 from objectcache.calibration.content import VerificationError
 from objectcache.calibration.samples import RoundTurns, Spread, progress_bar, spread
 
 WARM_UP_ROUND = 0
-NEEDED = (Way.RECOMPUTE, *OURS)
-"""Ways that the others are compared with."""
+
 TARGET_HIT_RATE = 0.875
 TARGETS = (
     ("recompute over ObjectCache", Way.RECOMPUTE, 4.0),
@@ -39,6 +40,11 @@ TARGETS = (
     ("LMCache with S3 over ObjectCache", Way.LMCACHE_S3, 1.0),
 )
 """The issue's three, that of the ExampleConnector both as it comes and for what it can do when told more."""
+TIER_TARGETS = (
+    ("vLLM's fs tier over our tier, shared memory", Way.FS_TIER, 1 / 0.8, Way.TIER),
+    ("vLLM's obj tier over our tier, http", Way.OBJ_TIER, 1 / 0.6, Way.TIER_HTTP),
+)
+LOOKUP_KEYS, LOOKUPS, LOOKUP_S_MAX = 1_000, 21, 0.01
 Answers = Mapping[tuple[Case, Way], Sequence[Answer]]
 """One for each round."""
 
@@ -50,7 +56,7 @@ def measure_engines(settings: EngineSettings) -> dict[str, Any]:
     answers: dict[tuple[Case, Way], list[Answer]] = {}
     outputs: dict[Case, list[tuple[int, ...]]] = {}
     with running_bed(settings) as bed:
-        for way in (*NEEDED, Way.ADVISED):
+        for way in (*needed(settings), Way.ADVISED):
             if way in bed.missing:
                 raise BaselineError(f"{way.title}: {bed.missing[way]}")
         longest = max(settings.cases, key=lambda case: (case.context_tokens, case.hit_rate))
@@ -67,7 +73,36 @@ def measure_engines(settings: EngineSettings) -> dict[str, Any]:
                 problem = insensitive(outputs)
             except VerificationError as error:
                 problem = str(error)
-    return {"problem": problem, **figures(bed, answers, outputs)}
+        lookups = {"lookups": looked_up(bed)} if settings.tier else {}
+    return {"problem": problem, **figures(bed, answers, outputs), **lookups}
+
+
+def needed(settings: EngineSettings) -> tuple[Way, ...]:
+    """Ways that the others are compared with."""
+    return (Way.RECOMPUTE, Way.TIER) if settings.tier else (Way.RECOMPUTE, *OURS)
+
+
+def looked_up(bed: Bed) -> dict[str, Any]:
+    """How long one question for LOOKUP_KEYS chunks takes, of which every second one is stored. Raises
+    VerificationError for a wrong answer.
+    """
+    keys = [f"vllm/looked-up/0/{index:064x}" for index in range(LOOKUP_KEYS)]
+    seconds = []
+    with bed.server.client(Transport.HTTP) as client:
+        client.put_chunks(keys[::2], [b"stored"] * len(keys[::2]))
+        for _ in range(LOOKUPS):
+            began_s = time.perf_counter()
+            found = client.present(keys)
+            seconds.append(time.perf_counter() - began_s)
+            if list(found) != [index % 2 == 0 for index in range(LOOKUP_KEYS)]:
+                raise VerificationError("a lookup tells of other chunks than are stored")
+    found_s = spread(seconds)
+    return {
+        "keys": LOOKUP_KEYS,
+        "seconds": asdict(found_s),
+        "limit_s": LOOKUP_S_MAX,
+        "is_met": found_s.median < LOOKUP_S_MAX,
+    }
 
 
 def figures(bed: Bed, answers: Answers, outputs: Mapping[Case, Sequence[Sequence[int]]]) -> dict[str, Any]:
@@ -80,7 +115,7 @@ def figures(bed: Bed, answers: Answers, outputs: Mapping[Case, Sequence[Sequence
         "notes": {way: NOTES[way] for way in settings.ways},
         "not_run": {way: f"not run: {reason}" for way, reason in missing.items()},
         "measurements": measured,
-        "targets": targets(measured, missing),
+        "targets": tier_targets(measured, missing) if settings.tier else targets(measured, missing),
         "distinct_outputs": {case.title: len(set(tokens)) for case, tokens in outputs.items()},
     }
 
@@ -115,7 +150,7 @@ def _left_out_if_it_fails(bed: Bed, way: Way) -> Iterator[None]:
     try:
         yield
     except BaselineError as error:
-        if way in NEEDED:
+        if way in needed(bed.settings):
             raise
         bed.drop(way, str(error))
 
@@ -190,6 +225,24 @@ def loading(row: Json, own_blocks: Json, token_bytes: int) -> dict[str, Any]:
     nbytes = row["samples"][0]["cached_tokens"] * token_bytes
     rate = nbytes / added_s.median if added_s.median > 0 else None
     return {"added_s": asdict(added_s), "nbytes": nbytes, "rate_bytes_per_s": rate}
+
+
+def tier_targets(measured: Sequence[Json], missing: Mapping[Way, str]) -> list[dict[str, Any]]:
+    """Each in the case where it is worst: theirs over ours."""
+    made = []
+    for what, way, limit, own in TIER_TARGETS:
+        reason = missing.get(way, missing.get(own, "nothing to compare it with"))
+        target = Target(what, limit, None, Side.AT_LEAST, reason=reason)
+        for ways in by_case(measured):
+            theirs, ours = ways.get(way.value), ways.get(own.value)
+            if theirs is None or ours is None:
+                continue
+            value = spread(paired(ttfts_s(theirs), ttfts_s(ours)))
+            if not isinstance(target.value, Spread) or value.median < target.value.median:
+                title = Case(ours["context_tokens"], ours["hit_rate"]).title
+                target = Target(what, limit, value, Side.AT_LEAST, title, ours["way"])
+        made.append(target.json("case", "ours", "reason"))
+    return made
 
 
 def targets(measured: Sequence[Json], missing: Mapping[Way, str]) -> list[dict[str, Any]]:

@@ -19,8 +19,10 @@ from bench.experiments.engine.measure import measure_engines
 from bench.experiments.engine.paced import measure_advised, measure_stated
 from bench.experiments.engine.ways import (
     BLOCK_TOKENS,
+    CONNECTED,
     OURS,
     OUTPUT_TOKENS,
+    TIERS,
     Case,
     EngineSettings,
     Shape,
@@ -41,6 +43,10 @@ TITLES = {
     "example_connector": "ExampleConnector",
     "example_connector_told": "the same, told the prefixes",
     "own_blocks": "own blocks: the floor",
+    "objectcache_tier": "**ObjectCache tier**",
+    "objectcache_tier_http": "the same, http",
+    "vllm_fs_tier": "vLLM's fs tier",
+    "vllm_obj_tier": "vLLM's obj tier (our gateway)",
 }
 STATED = {
     "equal": "equal shares, freed bandwidth shared again",
@@ -68,6 +74,8 @@ def show(result: Json) -> dict[str, Section]:
     rows = sorted(result["measurements"], key=lambda row: (row["context_tokens"], order[row["way"]]))
     rates = sorted({row["hit_rate"] for row in rows}, reverse=True)
     shape = from_line(Shape, to_line(result["settings"]["shape"]))
+    if "lookups" in result:
+        return {"remarks": ("\n".join(_remarks(result, rows, shape.token_bytes)),), "tier": tuple(_tier(result, rows))}
     return {
         "remarks": ("\n".join(_remarks(result, rows, shape.token_bytes)),),
         "engine": (*(_ttfts([row for row in rows if row["hit_rate"] == rate]) for rate in rates), _targets(result)),
@@ -92,6 +100,23 @@ def _ttfts(rows: Sequence[Json]) -> Block:
 def ours_of(target: Json) -> str:
     """Which of our ways a target speaks of."""
     return _title(target["ours"]).replace("*", "").removeprefix("ObjectCache ")
+
+
+def _tier(result: Json, rows: Sequence[Json]) -> Iterable[Block]:
+    """The tiers beside each other."""
+    for rate in sorted({row["hit_rate"] for row in rows}, reverse=True):
+        yield _ttfts([row for row in rows if row["hit_rate"] == rate])
+    yield table(
+        result["targets"],
+        "target = what | worst case = case | at least = limit:.2",
+        Column("seen", lambda target: target["value"] or f"{NOT_MEASURED}: {target['reason']}"),
+        "= is_met:verdict",
+    )
+    seen = result["lookups"]
+    yield (
+        f"One question for {seen['keys']} chunks takes {written(seen['seconds'], ms)} ms; target: under "
+        f"{seen['limit_s'] * 1e3:g}: {verdict(seen['is_met'])}."
+    )
 
 
 def _targets(result: Json) -> Block:
@@ -142,6 +167,7 @@ def _case(rows: Sequence[Json], token_bytes: int) -> Iterable[Block]:
     )
 
 
+COUNTED = tuple(way.value for way in CONNECTED)
 COUNTERS = {"lookup, ms": "lookup_s", "wait, ms": "load_wait_s", "copy, ms": "load_copy_s"}
 
 
@@ -150,7 +176,7 @@ def _counted(name: str) -> Callable[[Json], float | None]:
 
     def of(row: Json) -> float | None:
         seen = [sample["counters"].get(name, 0.0) for sample in row["samples"]]
-        return statistics.median(seen) if row["way"].startswith("objectcache_") else None
+        return statistics.median(seen) if row["way"] in COUNTED else None
 
     return of
 
@@ -231,7 +257,7 @@ def _measure(asked: EngineSettings, origin: Mapping[str, Any]) -> Json:
 def result_of(settings: EngineSettings, origin: Mapping[str, Any], problem: str | None, **found: Any) -> dict[str, Any]:
     """The result, which has always had its name under `benchmark` as well."""
     values = {**plain(settings), "block_tokens": BLOCK_TOKENS}
-    for name in ("folder", "advised", "stated"):
+    for name in ("folder", "advised", "stated", "tier"):
         del values[name]
     return {"benchmark": "engine", **published("engine", origin, values, problem, **found)}
 
@@ -240,8 +266,10 @@ def settings_of(settings: EngineSettings) -> EngineSettings:
     """Recomputing is always among the ways, since it is what the tokens of all are compared with. Raises ValueError for
     what does not fit together.
     """
-    if settings.advised and settings.stated:
-        raise ValueError("--advised and --stated are two questions: ask one")
+    if sum((settings.advised, settings.stated, settings.tier)) > 1:
+        raise ValueError("--advised, --stated and --tier are questions of their own: ask one")
+    if settings.tier:
+        settings = replace(settings, ways=TIERS)
     ways = tuple(way for way in Way if way in settings.ways or way is Way.RECOMPUTE)
     settings = replace(settings, ways=ways)
     if settings.chunk_tokens % BLOCK_TOKENS and BLOCK_TOKENS % settings.chunk_tokens and set(OURS) & set(settings.ways):

@@ -142,6 +142,7 @@ LMCACHE_CHUNK_TOKENS = 256
 WAIT_S = 120.0
 STORE_QUEUE_CHUNKS = 1 << 16
 CONNECTORS_MODULE = "bench.experiments.engine.connectors"
+TIER_MODULE = "nixl_client.connectors.vllm_tier"
 SPARE_BLOCKS = 16
 OWN_BLOCKS_COPIES = 4
 """A round's base and the suffixes of all its prompts stay in the engine's own blocks."""
@@ -160,6 +161,10 @@ class Way(Enum):
     EXAMPLE_TOLD = "example_connector_told"
     LMCACHE_CPU = "lmcache_cpu"
     LMCACHE_S3 = "lmcache_s3"
+    TIER = "objectcache_tier"
+    TIER_HTTP = "objectcache_tier_http"
+    FS_TIER = "vllm_fs_tier"
+    OBJ_TIER = "vllm_obj_tier"
 
     @property
     def title(self) -> str:
@@ -181,6 +186,8 @@ LOADING_ALL = (*OURS, Way.STATED)
 """Those of them that load all that is stored."""
 EXAMPLES = (Way.EXAMPLE, Way.EXAMPLE_TOLD)
 LMCACHES = (Way.LMCACHE_CPU, Way.LMCACHE_S3)
+TIERS = (Way.TIER, Way.TIER_HTTP, Way.FS_TIER, Way.OBJ_TIER)
+"""vLLM's OffloadingConnector over ours and over its own tiers; its host memory is emptied before every request."""
 COMPUTING = (Way.RECOMPUTE, Way.EXAMPLE)
 """Those that compute a prompt of which a beginning is stored."""
 CONNECTORS: Mapping[Way, tuple[str, str | None]] = {
@@ -189,6 +196,7 @@ CONNECTORS: Mapping[Way, tuple[str, str | None]] = {
     Way.EXAMPLE: ("ExampleConnector", None),
     Way.EXAMPLE_TOLD: ("PrefixExampleConnector", CONNECTORS_MODULE),
     **dict.fromkeys(LMCACHES, ("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector")),
+    **dict.fromkeys(TIERS, ("OffloadingConnector", None)),
 }
 """vLLM's name and the module, where it is not vLLM's own; others of ours have that of LAYERWISE."""
 NOTES: Mapping[Way, str] = {
@@ -204,11 +212,16 @@ NOTES: Mapping[Way, str] = {
     Way.LMCACHE_CPU: "LMCache's own server, which engines on CPUs need, chunks of 256 tokens in its memory, which the "
     "engine maps",
     Way.LMCACHE_S3: "the same, chunks in our gateway as its S3 server, its own memory emptied before every request",
+    Way.TIER: "vLLM's OffloadingConnector over our tier, which the server fills over shared memory",
+    Way.TIER_HTTP: "the same over http",
+    Way.FS_TIER: "vLLM's OffloadingConnector over its own tier of files, which lie in the page cache",
+    Way.OBJ_TIER: "vLLM's OffloadingConnector over its own tier of S3 objects, by NIXL, in our gateway",
 }
 
 
-WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED))
-KNOWN = (*WAYS, Way.ADVISED)
+WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, *TIERS))
+KNOWN = (*WAYS, Way.ADVISED, *TIERS)
+TIER_HELP = "instead: vLLM's OffloadingConnector over our tier and over its own, its host memory emptied between"
 ADVISED_HELP = "instead: loading what is advised, all and nothing, over links paced to 4, 1 and 0.25 of the break-even"
 STATED_HELP = "instead: two and four engines on one paced link, by what they state of their compute times, one a liar"
 CONTEXTS, CONTEXT_TOKENS_MAX = (2048, 4096, 8192, 16384), 1 << 16
@@ -233,6 +246,7 @@ class EngineSettings:
     ways: tuple[Way, ...] = options.choice("--ways", KNOWN, WAYS, (Way.RECOMPUTE, Way.LAYERWISE))
     advised: bool = options.flag("--advised", ADVISED_HELP)
     stated: bool = options.flag("--stated", STATED_HELP)
+    tier: bool = options.flag("--tier", TIER_HELP)
     contexts: tuple[int, ...] = options.setting("--contexts", CONTEXTS, (1024,), ascending(each(_length)), LENGTHS_HELP)
     hit_rates: tuple[float, ...] = options.setting("--hits", (0.5, 0.875), (0.875,), ascending(each(_share)), HITS_HELP)
     runs: int = options.runs(5)
@@ -261,6 +275,8 @@ class EngineSettings:
         """A hit is a multiple of so many tokens."""
         if way in LMCACHES:
             return LMCACHE_CHUNK_TOKENS
+        if way in TIERS:
+            return BLOCK_TOKENS
         return self.chunk_tokens if way in CONNECTED else 1
 
     def kv_tokens(self, way: Way) -> int:
@@ -303,6 +319,8 @@ def transfer_config(
     if way in EXAMPLES:
         told = {"prefix_tokens": list(settings.prefixes)} if way is Way.EXAMPLE_TOLD else {}
         options = {"shared_storage_path": str(folder), **told}
+    elif way in TIERS:
+        options = tier_options(way, settings, endpoint, folder)
     elif way in LMCACHES:
         options = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": lmcache_port}
     else:
@@ -326,6 +344,23 @@ def transfer_config(
         **({"kv_load_failure_policy": "recompute"} if way in CONNECTED else {}),
         "kv_connector_extra_config": options,
     }
+
+
+def tier_options(way: Way, settings: EngineSettings, endpoint: str, folder: Path) -> dict[str, object]:
+    """What OffloadingConnector is told: room for a round's base and suffixes, and the tier. vLLM's own spec has no
+    worker for CPUs, so that ours makes the copies for all.
+    """
+    memory = {"cpu_bytes_to_use": 2 * settings.payload_bytes + 256 * MIB}
+    if way in (Way.TIER, Way.TIER_HTTP):
+        waits: dict[str, object] = {"store_wait_s": WAIT_S, "store_queue_chunks": STORE_QUEUE_CHUNKS}
+        transport = Transport.HTTP if way is Way.TIER_HTTP else settings.transport
+        ours = {"endpoint": endpoint, "bucket": way.bucket, "transport": transport.value, "internals": waits}
+        return {"spec_name": "ObjectCacheTieringSpec", "spec_module_path": TIER_MODULE, **memory, **ours}
+    tier: dict[str, object] = {"type": "fs", "root_dir": str(folder)}
+    if way is Way.OBJ_TIER:
+        store = {"bucket": way.bucket, "endpoint_override": endpoint.removeprefix("http://"), "region": "us-east-1"}
+        tier = {"type": "obj", "store_config": store}
+    return {"spec_name": "HostTieringSpec", "spec_module_path": CONNECTORS_MODULE, **memory, "secondary_tiers": [tier]}
 
 
 @dataclass(frozen=True, slots=True)
