@@ -35,6 +35,7 @@ from bench.experiments.engine.run import ENGINE, plot, result_of, settings_of, s
 from bench.experiments.engine.ways import (
     BLOCK_TOKENS,
     NOTES,
+    TIERS,
     Answer,
     Case,
     Command,
@@ -180,6 +181,13 @@ class TestWays:
             assert options.load is LoadPolicy.ALL
             deliveries.append(options.delivery.value)
         assert deliveries == ["layer-major", "chunk-major"]
+
+    def test_tiers_differ_in_the_tier_alone(self, tmp_path: Path) -> None:
+        """The same host memory and the same copies; ours over shared memory, or what was asked for, and over http."""
+        told = {way: transfer(way, tmp_path)["kv_connector_extra_config"] for way in TIERS}
+        assert len({each["cpu_bytes_to_use"] for each in told.values()}) == 1
+        assert (told[Way.TIER]["transport"], told[Way.TIER_HTTP]["transport"]) == ("auto", "http")
+        assert [told[way]["secondary_tiers"][0]["type"] for way in (Way.FS_TIER, Way.OBJ_TIER)] == ["fs", "obj"]
 
     def test_what_is_advised_is_the_connector_as_it_comes(self, tmp_path: Path) -> None:
         extra = transfer(Way.ADVISED, tmp_path)["kv_connector_extra_config"]
@@ -389,8 +397,13 @@ class TestCommandLine:
     def test_defaults_are_the_issues(self) -> None:
         found = settings()
         assert (found.contexts, found.hit_rates) == ((2048, 4096, 8192, 16384), (0.5, 0.875))
-        assert found.ways == tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED))
+        assert found.ways == tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, *TIERS))
         assert found.prefixes[-1] == 14336
+
+    def test_tiers_are_a_question_of_their_own(self) -> None:
+        assert settings("--tier").ways == (Way.RECOMPUTE, *TIERS)
+        with pytest.raises(ValueError, match="ask one"):
+            settings("--tier --advised")
 
     def test_smoke_is_small_and_options_win_over_it(self) -> None:
         found = settings("--smoke --runs 3 --layers 3")
@@ -556,11 +569,25 @@ class TestRun:
     def test_a_peer_that_fails_is_left_out_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found, _ = self.measure(monkeypatch, {Way.EXAMPLE_TOLD: Answer(problem="out of memory")})
         assert found["not_run"] == {Way.EXAMPLE_TOLD: "not run: out of memory"}
-        assert {row["way"] for row in found["measurements"]} == {way.value for way in measure.NEEDED}
+        assert {row["way"] for row in found["measurements"]} == {way.value for way in measure.needed(settings())}
 
     def test_ours_that_fails_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BaselineError, match="gone"):
             self.measure(monkeypatch, {Way.LAYERWISE: Answer(problem="gone")})
+
+
+class TestTierTargets:
+    def test_each_is_told_where_it_is_worst(self) -> None:
+        long = Case(16384, 0.875)
+        answers = {
+            (CASE, Way.FS_TIER): taking(3.0, 3.0),
+            (CASE, Way.TIER): taking(1.0, 1.0),
+            (long, Way.FS_TIER): taking(2.2, 2.2),
+            (long, Way.TIER): taking(2.0, 2.0),
+        }
+        fs, obj = measure.tier_targets(rows(answers, SHAPE.token_bytes), {Way.OBJ_TIER: "no NIXL"})
+        assert (fs["value"]["median"], fs["case"], fs["is_met"]) == (pytest.approx(1.1), long.title, False)
+        assert (obj["value"], obj["reason"]) == (None, "no NIXL")
 
 
 class TestLmcacheServer:
