@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from heapq import heappop, heappush
+from bisect import bisect_left, insort
 
 from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 from storage_server.cache.policies.queues import Queue, UseCounts
@@ -39,15 +38,23 @@ class LeastFrequentlyUsed(EvictionOrder):
     """
 
     def __init__(self, gone_count_max: int = GONE_COUNT_MAX) -> None:
-        self._queues: defaultdict[int, Queue] = defaultdict(Queue)
+        self._queues: dict[int, Queue] = {}
         self._use_counts = UseCounts(gone_count_max)
         self._waiting_counts: list[int] = []
-        """A heap that has each count with a queue. Counts are few even where chunks are many."""
+        """Each count with a queue, in order. They are few even where chunks are many: n different counts take n^2 / 2
+        uses.
+        """
 
     def _queue(self, count: int) -> Queue:
         if count not in self._queues:
-            heappush(self._waiting_counts, count)
+            insort(self._waiting_counts, count)
+            self._queues[count] = Queue()
         return self._queues[count]
+
+    def _drop_empty(self, count: int) -> None:
+        if not self._queues[count]:
+            del self._queues[count]
+            del self._waiting_counts[bisect_left(self._waiting_counts, count)]
 
     def note_former(self, former: Former, now_s: float, child_count: int) -> None:
         self._use_counts.restore(former.key, former.use_count - 1)
@@ -60,12 +67,15 @@ class LeastFrequentlyUsed(EvictionOrder):
         self.admit(resident, position)
 
     def take_next(self) -> Resident:
-        while not self._queues[self._waiting_counts[0]]:
-            del self._queues[heappop(self._waiting_counts)]
-        return self._queues[self._waiting_counts[0]].take_first()
+        count = self._waiting_counts[0]
+        resident = self._queues[count].take_first()
+        self._drop_empty(count)
+        return resident
 
     def take(self, resident: Resident) -> None:
-        self._queues[self._use_counts[resident.key]].take(resident)
+        count = self._use_counts[resident.key]
+        self._queues[count].take(resident)
+        self._drop_empty(count)
 
     def put_back(self, resident: Resident) -> None:
         self._queue(self._use_counts[resident.key]).put_first(resident)
