@@ -29,14 +29,11 @@ Cell = tuple[int, int, int]
 
 class _Run:
     """Chunks of one class and one worth that one request used. `unused_count` counts those that were not used since,
-    residents and ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has
-    residents, the deepest one last; some of them belong to a later run by now.
+    residents and ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has the
+    residents, the deepest one first.
     """
 
-    __slots__ = (
-        "bucket", "chunk_count", "is_queued", "number", "step", "unused_count", "used_at_s", "used_count",
-        "waiting",
-    )  # fmt: skip
+    __slots__ = ("bucket", "chunk_count", "number", "step", "unused_count", "used_at_s", "used_count", "waiting")
 
     def __init__(self, number: int, step: int, used_at_s: float) -> None:
         self.number = number
@@ -46,8 +43,7 @@ class _Run:
         self.chunk_count = 0
         self.unused_count = 0
         self.used_count = 0
-        self.waiting: deque[_Chunk] = deque()
-        self.is_queued = False
+        self.waiting: OrderedDict[_Chunk, None] = OrderedDict()
 
 
 class _Chunk(Resident):
@@ -82,7 +78,8 @@ class ReuseValue(EvictionOrder):
         self._known: dict[Key, _Known] = {}
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._aging: tuple[deque[_Run], ...] = tuple(deque() for _ in range(BUCKET_COUNT))
-        self._cells: defaultdict[Cell, deque[_Run]] = defaultdict(deque)
+        self._cells: defaultdict[Cell, OrderedDict[_Run, None]] = defaultdict(OrderedDict)
+        """The runs with residents."""
         self._by_value: list[tuple[float, Cell]] = []
         self._by_valueed: set[Cell] = set()
         self._request_count = 0
@@ -170,32 +167,20 @@ class ReuseValue(EvictionOrder):
                 self._times.note(run.number, bucket, used, unused)
                 run.used_count = 0
                 if run.unused_count and bucket < BUCKET_COUNT - 1:
-                    run.bucket = bucket + 1
-                    run.is_queued = False
                     self._aging[bucket + 1].append(run)
-                    self._queue(run)
+                    if run.waiting:
+                        del self._cells[run.number, run.step, bucket][run]
+                    run.bucket = bucket + 1
+                    if run.waiting:
+                        self._opened(run)[run] = None
 
-    def _queue(self, run: _Run) -> None:
-        """Put a run with residents into its cell, as the last one."""
-        if run.waiting and not run.is_queued:
-            self._opened(run).append(run)
-
-    def _opened(self, run: _Run) -> deque[_Run]:
-        """The cell that the run is about to be put into, without runs at its front that have left it."""
+    def _opened(self, run: _Run) -> OrderedDict[_Run, None]:
+        """The cell that the run is about to be put into."""
         cell = run.number, run.step, run.bucket
-        runs = self._cells[cell]
-        while runs and (runs[0].bucket != run.bucket or not runs[0].waiting):
-            self._unqueue(runs, run.bucket)
-        run.is_queued = True
         if cell not in self._by_valueed:
             self._by_valueed.add(cell)
             heappush(self._by_value, (self._value(cell), cell))
-        return runs
-
-    def _unqueue(self, runs: deque[_Run], bucket: int) -> None:
-        run = runs.popleft()
-        if run.bucket == bucket:
-            run.is_queued = False
+        return self._cells[cell]
 
     def _value(self, cell: Cell) -> float:
         number, step, bucket = cell
@@ -203,7 +188,7 @@ class ReuseValue(EvictionOrder):
 
     def _refresh(self) -> None:
         self._times.refresh(KEPT_FRACTION)
-        self._cells = defaultdict(deque, {cell: runs for cell, runs in self._cells.items() if runs})
+        self._cells = defaultdict(OrderedDict, {cell: runs for cell, runs in self._cells.items() if runs})
         self._by_value = [(self._value(cell), cell) for cell in self._cells]
         self._by_valueed = set(self._cells)
         heapify(self._by_value)
@@ -212,37 +197,48 @@ class ReuseValue(EvictionOrder):
         return _Chunk(key, nbytes, self._known[key].run)
 
     def admit(self, resident: Resident, position: int) -> None:
-        self.use(resident, position)
+        assert isinstance(resident, _Chunk)
+        run = resident.run = self._known[resident.key].run
+        if not run.waiting:
+            self._opened(run)[run] = None
+        run.waiting[resident] = None
 
     def use(self, resident: Resident, position: int) -> None:
-        assert isinstance(resident, _Chunk)
-        resident.run = self._known[resident.key].run
-        resident.run.waiting.appendleft(resident)
-        self._queue(resident.run)
+        self.take(resident)
+        self.admit(resident, position)
 
     def take_next(self) -> Resident:
         while True:
             cell = self._by_value[0][1]
-            runs = self._cells[cell]
-            while runs:
-                run = runs[0]
-                if run.bucket == cell[2]:
-                    while run.waiting:
-                        chunk = run.waiting.pop()
-                        if chunk.run is run and chunk.is_resident:
-                            return chunk
-                self._unqueue(runs, cell[2])
+            run = next(iter(self._cells[cell]), None)
+            if run is not None:
+                chunk, _ = run.waiting.popitem(last=False)
+                if not run.waiting:
+                    self._close(run)
+                return chunk
             heappop(self._by_value)
             self._by_valueed.discard(cell)
 
     def take(self, resident: Resident) -> None:
-        """Nothing: `take_next` passes over chunks that are not resident."""
+        assert isinstance(resident, _Chunk)
+        run = resident.run
+        del run.waiting[resident]
+        if not run.waiting:
+            self._close(run)
+
+    def _close(self, run: _Run) -> None:
+        """Take a run without residents out of its cell."""
+        del self._cells[run.number, run.step, run.bucket][run]
 
     def put_back(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
-        resident.run.waiting.append(resident)
-        if not resident.run.is_queued:
-            self._opened(resident.run).appendleft(resident.run)
+        run = resident.run
+        if not run.waiting:
+            runs = self._opened(run)
+            runs[run] = None
+            runs.move_to_end(run, last=False)
+        run.waiting[resident] = None
+        run.waiting.move_to_end(resident, last=False)
 
     def left(self, resident: Resident) -> None:
         self._ghosts[resident.key] = None

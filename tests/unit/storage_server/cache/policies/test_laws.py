@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from storage_server.cache.policies import choice
 from storage_server.cache.policies import policy as policy_module
-from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request
+from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastFrequentlyUsed
 from storage_server.cache.policies.reuse_value import ReuseValue
@@ -286,6 +287,36 @@ def test_ours_is_never_worse_than_keeping_nothing(stream: list[Request], capacit
         missed_count += len(asked.keys) - hit_count
         admitted_count += len(policy.request(asked).admitted)
     assert admitted_count <= missed_count
+
+
+def reachable(policy: EvictionPolicy) -> list[object]:
+    """Everything that the policy keeps in memory, but for numbers."""
+    found = dict[int, object]()
+    waiting: list[object] = [policy]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found and not isinstance(each, (type, float, int)):
+            found[id(each)] = each
+            waiting += gc.get_referents(each)
+    return list(found.values())
+
+
+def use_often(policy: EvictionPolicy, start_s: int, count: int) -> int:
+    """Use a prefix again and again, of which the last chunk is deleted and put again each time. Returns the size of
+    the policy's memory, in objects.
+    """
+    for now_s in range(start_s, start_s + count):
+        policy.request(request("abcd", now_s))
+        policy.remove("d")
+    return len(reachable(policy))
+
+
+@every_policy
+def test_memory_does_not_grow_with_the_number_of_uses(made: Made) -> None:
+    """A cache in which everything fits evicts nothing, and so must clean up without it."""
+    policy = made(100)
+    before = use_often(policy, 0, 300)
+    assert use_often(policy, 300, 900) < 1.2 * before
 
 
 def calls_of(made: Made, capacity_bytes: int) -> int:
