@@ -208,6 +208,7 @@ class EvictionPolicy:
             self._lose_child(resident.parent)
         elif resident.parent is not None:
             resident.parent.pinned_child_count -= 1
+        resident.parent = None  # its children may stay: they would keep all its forefathers in memory
         self._order.left(resident)
 
     def _lose_child(self, parent: Resident | None) -> None:

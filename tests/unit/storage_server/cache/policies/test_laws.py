@@ -301,6 +301,16 @@ def reachable(policy: EvictionPolicy) -> list[object]:
     return list(found.values())
 
 
+@every_policy
+def test_of_chunks_that_left_a_child_keeps_at_most_its_parent_in_memory(made: Made) -> None:
+    """A client that deletes the beginning of a growing prefix would fill the memory with all that it ever put."""
+    policy = made(100)
+    for number in range(20):
+        policy.request(Request(number, (number, number + 1), (1, 1)))
+        policy.remove(number)
+    assert {each.key for each in reachable(policy) if isinstance(each, Resident)} <= {19, 20}
+
+
 def use_often(policy: EvictionPolicy, start_s: int, count: int) -> int:
     """Use a prefix again and again, of which the last chunk is deleted and put again each time. Returns the size of
     the policy's memory, in objects.
