@@ -102,7 +102,7 @@ class UpstreamChunks:
                 begun = await self._fetches.begin(bucket, wanted, layout, keeps=not is_again)
                 for index, extent in zip(absent, begun, strict=True):
                     found[index] = None if extent is None else [extent]
-                self._known.forget(bucket, [keys[at] for at in absent if found[at] is None])
+                self.forget_known(bucket, [keys[at] for at in absent if found[at] is None])
                 if begun[0] is None and absent[0] == 0:
                     await self._objects.require_bucket(bucket)
             usable = await computed(
@@ -137,7 +137,7 @@ class UpstreamChunks:
         now_s = time.monotonic()
         known = await self._count_before(keys, found, lambda key: not self._known.has(bucket, key, now_s))
         low = await self._lookups.count(bucket, keys, known)
-        await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
+        await self._remember(bucket, [keys[index] for index in range(known, low) if found[index] is None], now_s)
         staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
         if lease_s > 0:  # what has left the cache meanwhile comes again
             absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
@@ -162,8 +162,8 @@ class UpstreamChunks:
                 elif not self._is_lost(bucket, key):
                     (known if self._known.has(bucket, key, now_s) else unknown).append(at)
         there, is_whole = await self._lookups.each(bucket, [keys[at] for at in unknown])
+        await self._remember(bucket, [keys[unknown[at]] for at in there], now_s)
         known += [unknown[at] for at in there]
-        await self._remember(bucket, [keys[at] for at in known])
         leaving = self._cache.evictor.note_present(bucket, [keys[at] for at in cached], since, lease_s)
         if lease_s > 0:  # what has left the cache meanwhile comes again
             absent = [keys[at] for at in (*known, *(cached[at] for at in leaving))]
@@ -212,7 +212,7 @@ class UpstreamChunks:
 
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
         """Upstream may have these no more."""
-        self._known.forget(bucket, keys)
+        self._known.forget(bucket, keys, time.monotonic())
 
     async def _count_before(self, keys: Sequence[str], found: Found, ends: Callable[[str], bool]) -> int:
         """How many keys stand before the first one that is not in the cache and `ends` them."""
@@ -223,10 +223,10 @@ class UpstreamChunks:
                     return index
         return len(keys)
 
-    async def _remember(self, bucket: str, keys: Sequence[str]) -> None:
+    async def _remember(self, bucket: str, keys: Sequence[str], asked_s: float) -> None:
         for start, part in in_parts(keys):
             await let_others_run(start)
-            self._known.add(bucket, part, time.monotonic())
+            self._known.add(bucket, part, asked_s)
 
     @property
     def generation(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from objectcache.adapters.caller import CALLER
+from storage_server.home import chunks as home_chunks
 from storage_server.home import home_lookups
-from storage_server.home.chunks import UpstreamChunks
+from storage_server.home.chunks import KNOWN_S, UpstreamChunks
 from storage_server.home.home_lookups import CUT_OFF_S
+from storage_server.home.rules.known_keys import FORGOTTEN_MAX, KnownKeys
 from storage_server.planning.extent import Extent
 from tests.support.waiting import until
 
@@ -141,6 +143,66 @@ async def test_each_chunk_that_is_not_cached_is_asked_for_at_home_once() -> None
     assert home.asked == 2
     assert await chunks.present("bucket", [KEYS[2]]) == ((True,), True)  # it was found a moment ago
     assert home.asked == 2
+
+
+Ask = Callable[[UpstreamChunks], Awaitable[int]]
+
+
+async def asked_as_prefix(chunks: UpstreamChunks) -> int:
+    return await chunks.matched("bucket", KEYS)
+
+
+async def asked_each(chunks: UpstreamChunks) -> int:
+    present, _ = await chunks.present("bucket", KEYS)
+    return sum(present)
+
+
+each_lookup = pytest.mark.parametrize("ask", [asked_as_prefix, asked_each])
+
+
+@each_lookup
+async def test_a_chunk_that_is_looked_up_all_the_time_is_asked_for_again(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups would tell of a chunk that others have deleted for as long as anybody asks."""
+    now_s = 100.0
+    monkeypatch.setattr(home_chunks, "time", SimpleNamespace(monotonic=lambda: now_s))
+    home = Home(4)
+    chunks = single_lookups(home, 0)
+    assert await ask(chunks) == 4
+    home.stored = 0
+    now_s += KNOWN_S - 1
+    assert await ask(chunks) == 4
+    now_s += 1
+    assert await ask(chunks) == 0
+
+
+@each_lookup
+async def test_an_answer_does_not_bring_a_chunk_back_that_was_forgotten_meanwhile(ask: Ask) -> None:
+    """A client has deleted it while the answer was on its way."""
+    home, has_object = Home(4), Home(4).has_object
+    chunks = single_lookups(home, 0)
+
+    async def deleted(bucket: str, key: str, since_s: float) -> bool:
+        chunks.forget_known("bucket", KEYS)
+        return await has_object(bucket, key, since_s)
+
+    home.has_object = deleted  # type: ignore[method-assign]
+    assert await ask(chunks) == 4
+    home.has_object = Home(0).has_object  # type: ignore[method-assign]
+    assert await ask(chunks) == 0
+
+
+def test_keys_that_were_forgotten_long_ago_stay_forgotten() -> None:
+    """Where more are forgotten than there is memory for, older answers are passed over for all keys."""
+    known = KnownKeys(KNOWN_S)
+    known.forget("bucket", ["first"], 2.0)
+    known.forget("bucket", list(map(str, range(FORGOTTEN_MAX))), 3.0)
+    known.add("bucket", ["first", "other"], 1.0)
+    assert not known.has("bucket", "first", 4.0)
+    assert not known.has("bucket", "other", 4.0)
+    known.add("bucket", ["first"], 2.5)
+    assert known.has("bucket", "first", 4.0)
 
 
 async def test_a_leased_chunk_that_is_not_in_the_cache_begins_to_come() -> None:
