@@ -164,12 +164,13 @@ class UpstreamChunks:
         there, is_whole = await self._lookups.each(bucket, [keys[at] for at in unknown])
         await self._remember(bucket, [keys[unknown[at]] for at in there], now_s)
         known += [unknown[at] for at in there]
-        leaving = self._cache.evictor.note_present(bucket, [keys[at] for at in cached], since, lease_s)
+        matched = [*cached, *known]
+        leaving = self._cache.evictor.note_present(bucket, [keys[at] for at in matched], since, lease_s)
         if lease_s > 0:  # what has left the cache meanwhile comes again
-            absent = [keys[at] for at in (*known, *(cached[at] for at in leaving))]
+            absent = [keys[at] for at in dict.fromkeys((*known, *(matched[at] for at in leaving)))]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         present = np.zeros(len(keys), dtype=bool)
-        present[[*cached, *known]] = True
+        present[matched] = True
         return tuple(present.tolist()), is_whole
 
     async def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:

@@ -212,6 +212,20 @@ async def test_a_leased_chunk_that_is_not_in_the_cache_begins_to_come() -> None:
     assert sorted(fetches.keys) == sorted(KEYS[1:])
 
 
+async def test_a_lease_is_also_of_chunks_that_are_not_in_the_cache_yet() -> None:
+    """As a prefix's lease is: each is kept from the moment when it comes."""
+    chunks, leased = single_lookups(Home(3), 2), list[str]()
+    cache: Any = chunks._cache
+
+    def note_present(bucket: str, keys: Sequence[str], since: int, lease_s: float) -> Sequence[int]:
+        leased.extend(keys)
+        return ()
+
+    cache.evictor.note_present = note_present
+    await chunks.present("bucket", KEYS, 60.0)
+    assert leased == KEYS[:3]
+
+
 async def test_single_lookups_count_what_is_cached_while_the_home_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
