@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from descriptors.chunk_names import is_chunk, is_chunk_key
@@ -78,14 +77,13 @@ _T = TypeVar("_T")
 
 
 def further_tiers(
-    settings: UpstreamSettings, data_dir: Path, objects: HomeObjects, own: OwnKeys | None, copies: PeerCopies | None
+    settings: UpstreamSettings, file: RemovedFile, objects: HomeObjects, own: OwnKeys | None, copies: PeerCopies | None
 ) -> Sequence[FurtherTier]:
     """The tiers between the cache and home, in the order in which they are asked."""
     tiers: list[FurtherTier] = []
     there = settings.remote_dram
     if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
         keep_s = settings.chunk_revalidate_s / PASSES
-        file = RemovedFile(Beneath(data_dir, "remote-dram-removed"))
         tiers.append(RemoteDram(there, there.namespace or settings.endpoint, keep_s, file=file))
     if own is not None and copies is not None:
         tiers.append(FormerKeepers(objects, own.former_keeper, copies))
@@ -113,7 +111,8 @@ class UpstreamHome:
         service.on_changed(self._forget_changed)
         plain = self.service.objects
         locks = KeyLocks()
-        self.tiers = further_tiers(settings, cache.settings.data_dir, plain, own, copies)
+        self._removed_file = RemovedFile(Beneath(cache.settings.data_dir, "remote-dram-removed"))
+        self.tiers = further_tiers(settings, self._removed_file, plain, own, copies)
         landings = (each.landing(settings.landing_bytes) for each in self.tiers)
         landing = next((each for each in landings if each is not None), None) or Landing(settings.landing_bytes)
         self.fetches = Fetches(
@@ -180,6 +179,8 @@ class UpstreamHome:
 
     async def start(self) -> None:
         """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
+        if self.remote is None:
+            await asyncio.to_thread(self._removed_file.doubt)
         for tier in self.tiers:
             await tier.start()
         await self.service.start()

@@ -193,6 +193,26 @@ def test_a_change_that_the_store_was_not_told_of_holds_after_a_restart(
 
 
 @pytest.mark.slow
+def test_an_overwrite_in_a_run_without_remote_dram_holds_afterwards(
+    home: LocalStack, played: PlayedMooncake, tmp_path: Path
+) -> None:
+    plain = UpstreamSettings(home.url, *OWNER)
+    settings = replace(plain, remote_dram=RemoteDramSettings("mooncake://127.0.0.1:1"))
+    keys, chunks = stored(home, (home, home), tmp_path, 24)
+    _, newer = make_chunks(N, LAYOUT, 25)
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
+        assert fetched(one, keys, chunks)
+        assert eventually(lambda: len(played.stored) == N)
+    with LocalStack(tmp_path / "a", upstream=plain) as one, one.client("chunks", "http") as client:
+        client.put_chunks(keys, list(newer))
+        evicted(one, keys)
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        assert eventually(lambda: one.storage.upstream.remote.store.is_joined)
+        assert fetched(one, keys, newer)
+
+
+@pytest.mark.slow
 def test_an_overwrite_that_is_written_back_leaves_nothing_old_there(
     home: LocalStack, played: PlayedMooncake, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from storage_server.home.rules.removed_chunks import RemovedChunks
 BYTES_MAX = 256 << 20
 """REMOVED_MAX chunks with the longest keys, twice."""
 RUNNING = b"running"
-"""The file says so while the server runs: after a crash no copy of before it is believed."""
+"""The file says so while the server runs: after a crash, or a run without remote DRAM, no copy of before is believed."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +32,11 @@ class RemovedFile:
             except (OSError, ValueError) as error:
                 _log.warning("remote DRAM: no copy of before this start is used: %s", error)
                 removed.before_s = now_s
+            self._write(RUNNING)
+
+    def doubt(self) -> None:
+        """Note that this run knows of no removal, so that the next one believes no copy of before it."""
+        with self._lock:
             self._write(RUNNING)
 
     def keep(self, removed: RemovedChunks, now_s: float) -> None:

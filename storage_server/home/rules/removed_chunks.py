@@ -38,19 +38,22 @@ class RemovedChunks:
             for (bucket, key), removed_s in self._removed.items()
             if not self._keep_s or now_s - removed_s < self._keep_s
         ]
-        return json.dumps({"before_s": self.before_s, "removed": removed}).encode()
+        return json.dumps({"keep_s": self._keep_s, "before_s": self.before_s, "removed": removed}).encode()
 
     def load(self, text: bytes, now_s: float) -> None:
-        """Take over what `dump` wrote before. Times that have not come are now. Raises ValueError for anything else."""
+        """Take over what `dump` wrote before. It left out what is too old for its own `keep_s`, so with another one any
+        chunk may have been removed. Times that have not come are now. Raises ValueError for anything else.
+        """
         try:
             fields = json.loads(text)
-            before_s, removed = float(fields["before_s"]), list(fields["removed"])
+            keep_s, before_s = float(fields["keep_s"]), float(fields["before_s"])
+            removed = list(fields["removed"])
             found = {(str(bucket), str(key)): float(removed_s) for bucket, key, removed_s in removed}
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"no removed chunks: {error!r}") from error
         if not all(map(math.isfinite, (before_s, *found.values()))):
             raise ValueError("times are numbers")
-        self.before_s = min(before_s, now_s)
+        self.before_s = min(before_s, now_s) if keep_s == self._keep_s else now_s
         for (bucket, key), removed_s in found.items():
             self.note(bucket, [key], min(removed_s, now_s))
 

@@ -257,14 +257,33 @@ async def test_after_a_crash_no_copy_of_before_it_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "running", "[]", "5", '{"before_s": "nan", "removed": []}', '{"before_s": 1, "removed": [["b", "k"]]}',
-             '{"before_s": 1, "removed": [["b", "k", Infinity]]}', "[" * 100_000]
+    "text", ["", "running", "[]", "5", '{"keep_s": 3600, "before_s": "nan", "removed": []}',
+             '{"before_s": 1, "removed": []}', '{"keep_s": 3600, "before_s": 1, "removed": [["b", "k"]]}',
+             '{"keep_s": 3600, "before_s": 1, "removed": [["b", "k", Infinity]]}', "[" * 100_000]
 )  # fmt: skip
 def test_a_file_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "removed").write_text(text)
     removed = RemovedChunks(3600.0)
     RemovedFile(Beneath(tmp_path, "removed")).take(removed, 100.0)
     assert removed.before_s == 100.0
+
+
+def test_after_a_run_that_knew_of_no_removals_no_copy_of_before_is_believed(tmp_path: Path) -> None:
+    """A run without remote DRAM, in between, removes nothing there."""
+    before, after, file = RemovedChunks(3600.0), RemovedChunks(3600.0), RemovedFile(Beneath(tmp_path, "removed"))
+    file.keep(before, 100.0)
+    file.doubt()
+    file.take(after, 200.0)
+    assert after.before_s == 200.0
+
+
+def test_removals_of_a_run_that_kept_copies_for_another_time_are_not_all_there_are() -> None:
+    """It wrote down only those that copies could be old enough for, by its own setting."""
+    before, after = RemovedChunks(50.0), RemovedChunks(3600.0)
+    before.note("bucket", [KEY], 100.0)
+    after.load(before.dump(200.0), 200.0)
+    assert not after.is_believed(entry_of(b"1" * NBYTES, seen_at=90.0), 210.0)
+    assert after.is_believed(entry_of(b"1" * NBYTES, seen_at=205.0), 210.0)
 
 
 @given(st.dictionaries(st.text(min_size=1), st.floats(0, 200), max_size=20), st.sampled_from([0.0, 50.0]))
