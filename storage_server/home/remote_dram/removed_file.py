@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 from objectcache.adapters.beneath import Beneath
@@ -11,7 +12,9 @@ from storage_server.home.rules.removed_chunks import RemovedChunks
 BYTES_MAX = 256 << 20
 """REMOVED_MAX chunks with the longest keys, twice."""
 RUNNING = b"running"
-"""The file says so while the server runs: after a crash, or a run without remote DRAM, no copy of before is believed."""
+"""The file says so while the server runs, and in a run without remote DRAM: after a crash, and after such a run, no copy
+of before is believed.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -32,20 +35,30 @@ class RemovedFile:
             except (OSError, ValueError) as error:
                 _log.warning("remote DRAM: no copy of before this start is used: %s", error)
                 removed.before_s = now_s
-            self._write(RUNNING)
+            self._mark()
 
     def doubt(self) -> None:
         """Note that this run knows of no removal, so that the next one believes no copy of before it."""
         with self._lock:
-            self._write(RUNNING)
+            self._mark()
 
     def keep(self, removed: RemovedChunks, now_s: float) -> None:
         """Write them down: the server is stopped."""
         with self._lock:
-            self._write(removed.dump(now_s))
+            try:
+                self._file.write(removed.dump(now_s))
+            except OSError as error:
+                _log.warning("remote DRAM: after a restart no copy of before it is used: %s", error)
 
-    def _write(self, data: bytes) -> None:
+    def _mark(self) -> None:
+        """Write that the server runs. Where there is no room for that, empty the file, which takes none: the removals
+        of the run before must not be read again after this one.
+        """
         try:
-            self._file.write(data)
+            self._file.write(RUNNING)
         except OSError as error:
-            _log.warning("remote DRAM: after a restart old copies may be used: %s", error)
+            try:
+                with open(self._file.open(os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                    os.fsync(file.fileno())
+            except OSError:
+                _log.warning("remote DRAM: after a restart old copies may be used: %s", error)

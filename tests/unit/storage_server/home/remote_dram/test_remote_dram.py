@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import time
@@ -266,6 +267,24 @@ def test_a_file_that_makes_no_sense_covers_all_before_the_start(tmp_path: Path, 
     removed = RemovedChunks(3600.0)
     RemovedFile(Beneath(tmp_path, "removed")).take(removed, 100.0)
     assert removed.before_s == 100.0
+
+
+def test_what_a_run_before_the_last_removed_is_not_taken_for_all_where_no_mark_could_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full at the start, and the server crashed."""
+
+    def write(self: Beneath, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    file = RemovedFile(Beneath(tmp_path, "removed"))
+    file.keep(RemovedChunks(3600.0), 100.0)
+    with monkeypatch.context() as full:
+        full.setattr(Beneath, "write", write)
+        file.take(RemovedChunks(3600.0), 150.0)
+    after = RemovedChunks(3600.0)
+    file.take(after, 200.0)
+    assert after.before_s == 200.0
 
 
 def test_after_a_run_that_knew_of_no_removals_no_copy_of_before_is_believed(tmp_path: Path) -> None:
