@@ -235,8 +235,8 @@ class UpstreamHome:
             proof = await computed(make, is_long=request.nbytes > PROVED_HERE_BYTES_MAX)
             stored = StoredBody(self.cache.received_pieces(part, pending), part)
             async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
-                sending = send_stored(self.service.objects, request, stored, proof)
-                sent = await self.changing(bucket, [key], sending)
+                send = partial(send_stored, self.service.objects, request, stored, proof)
+                sent = await self.changing(bucket, [key], send)
                 info = ObjectInfo(
                     key=key,
                     nbytes=request.nbytes,
@@ -277,7 +277,7 @@ class UpstreamHome:
         self,
         bucket: str,
         keys: Sequence[str],
-        change: Awaitable[_T],
+        change: Callable[[], Awaitable[_T]],
         unchanged: Callable[[_T], Collection[str]] = lambda changed: (),
     ) -> _T:
         """Carry out a change of these objects upstream, and remove every copy before this returns. A change that fails
@@ -287,7 +287,7 @@ class UpstreamHome:
         """
         await self.forget_clean(bucket, [key for key in keys if self.cache.objects.stored(bucket, key) is not None])
         try:
-            changed = await change
+            changed = await change()
         except BaseException:
             await to_end(asyncio.ensure_future(self.forget_clean(bucket, keys)))
             raise
@@ -381,7 +381,7 @@ class CachedObjects:
                 await asyncio.wait((sending, coming), return_when=asyncio.FIRST_COMPLETED)
             async with self._write_back.held(bucket, keys, settled=is_settled):
                 ended.may_end.set()
-                return await self._home.changing(bucket, keys, sending)
+                return await self._home.changing(bucket, keys, lambda: sending)
         finally:
             coming.cancel()
             sending.cancel()
@@ -442,14 +442,15 @@ class CachedObjects:
         async with self._write_back.held(source.bucket, [source.key], settled=True):
             pass
         async with self._write_back.held(bucket, keys, settled=True):
-            return await self._home.changing(bucket, keys, self._there.copy_object(access_key, request))
+            return await self._home.changing(bucket, keys, partial(self._there.copy_object, access_key, request))
 
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
     ) -> None:
         async with self._write_back.held(bucket, [key], settled=condition != NO_WRITE_CONDITION):
             try:
-                await self._home.changing(bucket, [key], self._there.delete_object(access_key, bucket, key, condition))
+                delete = partial(self._there.delete_object, access_key, bucket, key, condition)
+                await self._home.changing(bucket, [key], delete)
             except CallerError as error:
                 if error.code is ErrorCode.NO_SUCH_BUCKET:  # nothing can be there: what is here alone goes, too
                     await to_end(asyncio.ensure_future(self._home.forget(bucket, [key])))
@@ -457,9 +458,9 @@ class CachedObjects:
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         async with self._write_back.held(bucket, keys):
-            deleting = self._there.delete_objects(access_key, bucket, keys)
+            delete = partial(self._there.delete_objects, access_key, bucket, keys)
             return await self._home.changing(
-                bucket, keys, deleting, lambda failed: [not_deleted.key for not_deleted in failed]
+                bucket, keys, delete, lambda failed: [not_deleted.key for not_deleted in failed]
             )
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
@@ -511,4 +512,4 @@ class CachedUploads:
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
         bucket, keys = request.upload.bucket, [request.upload.key]
         async with self._home.write_back.held(bucket, keys, settled=True):
-            return await self._home.changing(bucket, keys, self._there.complete_upload(access_key, request))
+            return await self._home.changing(bucket, keys, partial(self._there.complete_upload, access_key, request))
