@@ -154,7 +154,7 @@ class Books:
                 Former(
                     key=name,
                     nbytes=entry.nbytes,
-                    used_at_s=entry.used_at,
+                    used_at_s=min(entry.used_at, now),  # the clock may have been ahead when this was written down
                     use_count=entry.use_count,
                     parent=parent,
                     is_shared=entry.is_shared,
@@ -162,7 +162,7 @@ class Books:
             )
             if entry.is_held:
                 held.append((name, entry))
-            self._births.note(name, entry.modified_at)
+            self._births.note(name, min(entry.modified_at, now))
         self._policy.restore(formers, now)
         for name, entry in held:
             self._entries[name] = entry._replace(pinned_until=None, leased_until=None, is_dirty=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -34,6 +35,18 @@ def hit_bytes(policy: EvictionPolicy, requests: Sequence[Request]) -> int:
         found += sum(each.sizes_bytes[: policy.hit_count(each.keys)])
         policy.request(each)
     return found
+
+
+def reachable(policy: EvictionPolicy) -> list[object]:
+    """Everything that the policy keeps in memory, but for numbers."""
+    found = dict[int, object]()
+    waiting: list[object] = [policy]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found and not isinstance(each, (type, float, int)):
+            found[id(each)] = each
+            waiting += gc.get_referents(each)
+    return list(found.values())
 
 
 def paths(depth_max: int = 5, width: int = 3) -> st.SearchStrategy[tuple[str, ...]]:

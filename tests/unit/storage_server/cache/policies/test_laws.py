@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from storage_server.cache.policies.order import EvictionOrder, Former, Key, Requ
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastFrequentlyUsed
 from storage_server.cache.policies.reuse_value import ReuseValue
-from tests.unit.storage_server.cache.policies.streams import request, streams
+from tests.unit.storage_server.cache.policies.streams import reachable, request, streams
 
 Made = Callable[[int], EvictionPolicy]
 ORDERS: dict[str, Callable[[], EvictionOrder]] = {eviction.value: made for eviction, made in choice.ORDERS.items()} | {
@@ -287,18 +286,6 @@ def test_ours_is_never_worse_than_keeping_nothing(stream: list[Request], capacit
         missed_count += len(asked.keys) - hit_count
         admitted_count += len(policy.request(asked).admitted)
     assert admitted_count <= missed_count
-
-
-def reachable(policy: EvictionPolicy) -> list[object]:
-    """Everything that the policy keeps in memory, but for numbers."""
-    found = dict[int, object]()
-    waiting: list[object] = [policy]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in found and not isinstance(each, (type, float, int)):
-            found[id(each)] = each
-            waiting += gc.get_referents(each)
-    return list(found.values())
 
 
 @every_policy

@@ -20,6 +20,7 @@ from storage_server.cache.rules.books import Books, Victim
 from storage_server.cache.rules.entry import Entry, Name
 from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S
+from tests.unit.storage_server.cache.policies.streams import reachable
 
 BUCKET = "cached"
 
@@ -304,6 +305,25 @@ def test_an_object_of_a_clock_that_was_ahead_keeps_no_others_from_their_end() ->
     books.put((BUCKET, "ahead"), entry(1e9)._replace(used_at=20.0))
     books.put((BUCKET, "b"), entry(21.0))
     assert left(books.leaving(100, 31.5)) == "aheadb"
+
+
+def test_an_object_of_a_clock_that_was_ahead_ends_also_after_a_restart() -> None:
+    books = made(ttl_s=10.0)
+    restore(books, [((BUCKET, "ahead"), entry(1e9)), ((BUCKET, "b"), entry(15.0))], 20.0)
+    assert left(books.leaving(100, 25.0)) == "b"
+    assert left(books.leaving(100, 30.0)) == "ahead"
+
+
+def test_a_use_of_a_clock_that_was_ahead_does_not_keep_others_from_aging() -> None:
+    """Requests age in the order in which they came: those behind it would wait in memory until that time comes."""
+    books = made(eviction=Eviction.REUSE_VALUE)
+    restore(books, [((BUCKET, "ahead"), entry(1e9))], 20.0)
+    books.put((BUCKET, "a"), entry(21.0))
+    counts = []
+    for number in range(900):
+        books.use(BUCKET, ["a"], 22.0 + number)
+        counts.append(len(reachable(books._policy)) if number in (299, 899) else 0)
+    assert counts[899] < 1.2 * counts[299]
 
 
 def test_an_object_that_is_restored_twice_ends_once() -> None:
