@@ -12,8 +12,8 @@ from storage_server.home.rules.removed_chunks import RemovedChunks
 BYTES_MAX = 256 << 20
 """REMOVED_MAX chunks with the longest keys, twice."""
 RUNNING = b"running"
-"""The file says so while the server runs, and in a run without remote DRAM: after a crash, and after such a run, no copy
-of before is believed.
+"""The file says so while the server runs: after a crash, or a run without remote DRAM, no copy of before it is
+believed.
 """
 _log = logging.getLogger(__name__)
 
