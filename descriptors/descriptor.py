@@ -200,8 +200,9 @@ class Descriptor:
             raise invalid("places", "go with an rdma_target and chunk-major delivery, and not with accept")
         if len(self.places) != self.chunk_count:
             raise invalid("places", f"has {len(self.places)} entries for {self.chunk_count} chunks")
-        for index, place in enumerate(self.places):
-            _require_int(place, 0, PLACE_MAX, f"places[{index}]")
+        if not set(map(type, self.places)) <= {int} or not 0 <= min(self.places) <= max(self.places) <= PLACE_MAX:
+            for index, place in enumerate(self.places):
+                _require_int(place, 0, PLACE_MAX, f"places[{index}]")
         places = np.array(self.places, dtype=np.int64)
         order = np.argsort(places, kind="stable")
         overlaps = np.flatnonzero(np.diff(places[order]) < self.layout.chunk_bytes)

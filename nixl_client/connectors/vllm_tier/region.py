@@ -26,8 +26,8 @@ class OfferedRegion:
     """
 
     def __init__(self, path: Path, rows_bytes: int, rank_count: int) -> None:
-        """Make the memory, unless another process of the engine has. Raises OSError where there is not so much memory,
-        or somebody else's file is in the way.
+        """Make the memory, unless another process of the engine has. Raises PermissionError where another user has put
+        something there, OSError where there is not so much memory, or an older file is in the way.
         """
         self._path = path
         self._rows_bytes = rows_bytes
@@ -47,7 +47,7 @@ class OfferedRegion:
             else:
                 self._fd = fd
         if self._fd < 0:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = _opened(path)
         if not is_sealed(self._fd) or os.fstat(self._fd).st_size < size:
             self.close()
             raise FileExistsError(f"{path} is there, and is not this engine's memory")
@@ -101,6 +101,19 @@ def _is_there(path: Path) -> bool:
         path.unlink(missing_ok=True)
         return False
     return True
+
+
+def _opened(path: Path) -> int:
+    """The memory that another process of the engine has made. Another user may have put something in its place since
+    it was looked at. Raises OSError.
+    """
+    if not _is_there(path):
+        raise FileNotFoundError(f"{path} went away")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if os.fstat(fd).st_uid != os.getuid():
+        os.close(fd)
+        raise PermissionError(f"{path} leads to another user's file")
+    return fd
 
 
 def _memory(nbytes: int) -> int:

@@ -82,13 +82,17 @@ class ObjectCacheTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vL
             return []
 
     def _offer(self) -> None:
-        """Make the memory before vLLM would. Where that fails vLLM makes its own, which no server can fill."""
+        """Make the memory before vLLM would. Where that fails vLLM makes its own, which no server can fill, unless
+        another user has put something in its place: vLLM would open that. Raises PermissionError then.
+        """
         if self._offered is not None or not self.num_chunks:
             return
         path = Path(f"/dev/shm/vllm_offload_{self._engine_id}.mmap")
         try:
             rows_bytes = self.num_chunks * self.kv_bytes_per_chunk
             self._offered = OfferedRegion(path, rows_bytes, self.config.parallel.world_size)
+        except PermissionError:
+            raise
         except OSError as error:
             _log.warning("the primary tier is vLLM's own file, which no storage server may fill: %s", error)
 

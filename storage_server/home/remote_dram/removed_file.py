@@ -15,6 +15,8 @@ RUNNING = b"running"
 """The file says so while the server runs: after a crash, or a run without remote DRAM, no copy of before it is
 believed.
 """
+CLOCK_AHEAD_S = 60.0
+"""The start says so when the clock has been set back by more."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,11 @@ class RemovedFile:
             except (OSError, ValueError) as error:
                 _log.warning("remote DRAM: no copy of before this start is used: %s", error)
                 removed.before_s = now_s
+            if removed.last_s > now_s + CLOCK_AHEAD_S:
+                _log.warning(
+                    "remote DRAM: the clock was %.0f s ahead when chunks were removed: their copies are not used until then",
+                    removed.last_s - now_s,
+                )
             self._mark()
 
     def doubt(self) -> None:

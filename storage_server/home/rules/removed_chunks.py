@@ -24,12 +24,14 @@ class RemovedChunks:
         """Chunks that are not remembered may have been removed until then."""
 
     def note(self, bucket: str, keys: Iterable[str], now_s: float) -> None:
-        """These chunks have changed."""
+        """These chunks have changed. A clock that is set back takes nothing from a removal that is known: copies that
+        the clock saw while it was ahead are older than this one.
+        """
         for key in keys:
-            self._removed[bucket, key] = now_s
+            self._removed[bucket, key] = max(now_s, self._removed.get((bucket, key), 0.0))
             self._removed.move_to_end((bucket, key))
         while len(self._removed) > REMOVED_MAX:
-            _, self.before_s = self._removed.popitem(last=False)
+            self.before_s = max(self.before_s, self._removed.popitem(last=False)[1])
 
     def dump(self, now_s: float) -> bytes:
         """Text for `load`, without removals that no copy is old enough for."""
@@ -42,7 +44,8 @@ class RemovedChunks:
 
     def load(self, text: bytes, now_s: float) -> None:
         """Take over what `dump` wrote before. It left out what is too old for its own `keep_s`, so with another one any
-        chunk may have been removed. Times that have not come are now. Raises ValueError for anything else.
+        chunk may have been removed. Times that have not come stay as they are: the clock was ahead, and copies seen
+        before them are old. Raises ValueError for anything else.
         """
         try:
             fields = json.loads(text)
@@ -53,9 +56,14 @@ class RemovedChunks:
             raise ValueError(f"no removed chunks: {error!r}") from error
         if not all(map(math.isfinite, (before_s, *found.values()))):
             raise ValueError("times are numbers")
-        self.before_s = min(before_s, now_s) if keep_s == self._keep_s else now_s
+        self.before_s = before_s if keep_s == self._keep_s else max(before_s, now_s)
         for (bucket, key), removed_s in found.items():
-            self.note(bucket, [key], min(removed_s, now_s))
+            self.note(bucket, [key], removed_s)
+
+    @property
+    def last_s(self) -> float:
+        """The latest time of a removal. Copies seen before it may not be believed."""
+        return max(self.before_s, *self._removed.values(), 0.0)
 
     def is_believed(self, entry: RemoteEntry, now_s: float) -> bool:
         """Whether a copy is none of before a change, nor too old."""

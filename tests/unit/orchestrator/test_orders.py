@@ -1,4 +1,4 @@
-"""What the orchestrator takes over of the orders that were written down."""
+"""The orders that the orchestrator takes over from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers leave for the tier."""
+"""The cards that workers leave for the tier."""
 
 from __future__ import annotations
 

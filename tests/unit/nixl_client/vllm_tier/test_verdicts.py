@@ -1,4 +1,4 @@
-"""What the scheduler's thread knows of the store."""
+"""The answers of the store that the scheduler's thread remembers."""
 
 from __future__ import annotations
 

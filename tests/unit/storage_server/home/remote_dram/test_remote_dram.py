@@ -305,6 +305,21 @@ def test_removals_of_a_run_that_kept_copies_for_another_time_are_not_all_there_a
     assert after.is_believed(entry_of(b"1" * NBYTES, seen_at=205.0), 210.0)
 
 
+def test_copies_that_a_clock_ahead_saw_before_a_removal_are_not_believed_after_it_is_set_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chunk was changed at 5,000 of a clock that is then set back to 200, and changed again."""
+    before, after, file = RemovedChunks(0.0), RemovedChunks(0.0), RemovedFile(Beneath(tmp_path, "removed"))
+    before.note("bucket", [KEY], 5000.0)
+    file.keep(before, 200.0)
+    file.take(after, 200.0)
+    after.note("bucket", [KEY], 210.0)
+    assert not after.is_believed(entry_of(b"1" * NBYTES, seen_at=4990.0), 300.0)
+    assert not after.is_believed(entry_of(b"1" * NBYTES, seen_at=4990.0), 6000.0)
+    assert after.is_believed(entry_of(b"1" * NBYTES, seen_at=205.0, key="other"), 300.0)
+    assert "the clock was 4800 s ahead" in caplog.text
+
+
 @given(st.dictionaries(st.text(min_size=1), st.floats(0, 200), max_size=20), st.sampled_from([0.0, 50.0]))
 def test_removals_come_back_as_they_were_told(times: dict[str, float], keep_s: float) -> None:
     before, after = RemovedChunks(keep_s), RemovedChunks(keep_s)
