@@ -27,9 +27,12 @@ class Engines:
         """An engine without a store."""
         return self._host.engine(EngineSettings(str(self._model), options))
 
-    def cached(self, connector: dict[str, Json], **options: Json) -> AbstractContextManager[Engine]:
+    def cached(
+        self, connector: dict[str, Json], *, is_asynchronous: bool = False, **options: Json
+    ) -> AbstractContextManager[Engine]:
         """An engine with one."""
-        return self._host.engine(EngineSettings(str(self._model), options, connector))
+        settings = EngineSettings(str(self._model), options, connector, is_asynchronous=is_asynchronous)
+        return self._host.engine(settings)
 
     def tiered(
         self, tier: dict[str, Json], model: Path | None = None, *, is_asynchronous: bool = False, **options: Json

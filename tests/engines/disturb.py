@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nixl_client.connectors.vllm.loads_ahead import LoadsAhead
 from tests.engines.messages import Moment
 
 Reach = Callable[[], None]
@@ -33,7 +34,8 @@ def hooked(moment: Moment, scheduler: Any, worker: Any, reach: Reach) -> Iterato
     if moment in (Moment.LOOKUP, Moment.MATCHED):
         hook = _lookup(scheduler._scheduler._lookups._client, moment, once)
     elif moment == Moment.LAYER:
-        hook = _layer(worker._worker._loads, once)
+        loads = worker._worker._loads
+        hook = _layer(loads._loads if isinstance(loads, LoadsAhead) else loads, once)
     else:
         hook = _put(worker._worker._store_client, once)
     owner, name, replacement = hook

@@ -39,7 +39,7 @@ OUTPUT_TOKEN = 5
 PREFIX_CHUNKS = 8
 PREFIX = tuple(random.Random(1).choices(range(VOCABULARY), k=PREFIX_CHUNKS * BLOCK_TOKENS))
 """What requests share; a chunk is a block."""
-Facts: TypeAlias = Mapping[str, object] | Sequence[object] | str | None
+Facts: TypeAlias = Mapping[str, object] | Sequence[object] | str | bool | None
 """What happened in a scenario, as JSON."""
 ANSWER_S = 60.0
 """A bound for waits that end at once unless something hangs."""
@@ -134,6 +134,8 @@ class ScheduledEngine:
         whole = self.scheduler.connector
         self.connector = whole if setup.peer is None else whole._connectors[1]
         self.requests: dict[str, Any] = {}
+        self.loading: dict[str, LoadJob] = {}
+        """Of each request that waits for its load, the load."""
         self._open_steps: list[ScheduledStep] = []
 
     def keys(self, tokens: Sequence[int]) -> list[str]:
@@ -185,6 +187,8 @@ class ScheduledEngine:
         requests = (self.scheduler.requests[request_id] for request_id in computed)
         sampled = {each.request_id for each in requests if each.num_computed_tokens >= each.num_tokens}
         step = ScheduledStep(output, work, computed, blocks, frozenset(sampled))
+        if self.connector._is_ahead:
+            self.loading.update((job.request_id, job) for job in work.loads)
         self._open_steps.append(step)
         return step
 
@@ -195,25 +199,37 @@ class ScheduledEngine:
         *,
         bad_chunks: Mapping[int, int] | None = None,
         failed_loads: int = 0,
+        arrived: Collection[str] | None = None,
     ) -> dict[str, str]:
-        """Its forward pass is over: all that was to be read has been read, all but the `lost` blocks loaded. Returns
-        why requests ended.
+        """Its forward pass is over: all that was to be read has been read, all but the `lost` blocks loaded. Loads that
+        requests wait for are over for those that have `arrived` (None: all). Returns why requests ended.
         """
         work = step.work
+        arrived = list(self.loading) if arrived is None else arrived
+        over = [self.loading[each] for each in arrived] if self.connector._is_ahead else work.loads
         report = Report(
             read_jobs={job.job_id: 1 for job in work.stores},
-            ended_loads={job.job_id: 1 for job in work.loads},
+            ended_loads={job.job_id: 1 for job in over},
             bad_chunks=dict(bad_chunks or {}),
             failed_loads=failed_loads,
         )
-        outputs = self.deliver(step, lost, report, work.awaited)
+        outputs = self.deliver(step, lost, report, work.awaited, arrived)
         return {each.request_id: str(each.finish_reason) for each in outputs if each.finish_reason is not None}
 
     def deliver(
-        self, step: ScheduledStep, lost: Collection[int], report: Report, freed: Collection[str]
+        self,
+        step: ScheduledStep,
+        lost: Collection[int],
+        report: Report,
+        freed: Collection[str],
+        arrived: Collection[str] = (),
     ) -> list[EngineCoreOutput]:
-        """Give the scheduler what the workers say of a step. `freed` are ended requests of which all has been read."""
+        """Give the scheduler what the workers say of a step. `freed` are ended requests of which all has been read,
+        `arrived` requests whose loads are over.
+        """
         self._open_steps.remove(step)
+        for request_id in arrived:
+            del self.loading[request_id]
         ids = list(step.output.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=ids,
@@ -226,6 +242,7 @@ class ScheduledEngine:
                 invalid_block_ids=set(lost),
                 kv_connector_worker_meta=None if report.is_empty else self._metadata(report),
                 finished_sending=set(freed) or None,
+                finished_recving=set(arrived) or None,
             ),
         )
         outputs = self.scheduler.update_from_output(step.output, output)

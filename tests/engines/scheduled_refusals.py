@@ -21,16 +21,15 @@ QUANTIZED = "quantized"
 
 
 def started(folder: Path, policy: str, is_async: bool, pipeline_size: int, is_below_multi: bool) -> Facts:
-    """A worker's connector is made, as vLLM does; what it raises, if anything."""
+    """A worker's connector is made, as vLLM does; whether it loads ahead of requests."""
     peer: dict[str, Json] | None = {"request_id": "", "tokens": 0, "is_async": False} if is_below_multi else None
     arguments: dict[str, Json] = {"pipeline_parallel_size": pipeline_size, "distributed_executor_backend": "mp"}
     config = engine_config(folder, Setup(policy, arguments=arguments, peer=peer, is_async=is_async))
-    try:
-        with set_current_vllm_config(config):
-            KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config(config))
-    except ValueError as error:
-        return str(error)
-    return None
+    with set_current_vllm_config(config):
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config(config))
+    mine = made._connectors[1] if is_below_multi else made
+    is_ahead: bool = mine._is_ahead
+    return is_ahead
 
 
 def with_small_staging(folder: Path, staging_bytes: int) -> Facts:

@@ -31,6 +31,8 @@ class Outcome:
     """Requests whose forward pass read blocks that do not hold their tokens."""
     report: Report = field(default_factory=Report)
     freed: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)
+    """Requests that waited for their loads."""
 
 
 class Simulation:
@@ -68,8 +70,9 @@ class Simulation:
         for request_id in list(self._engine.scheduler.requests):
             self._engine.abort(request_id)
         step = self._engine.step()
-        report = Report({job.job_id: 1 for job in step.work.stores}, {job.job_id: 1 for job in step.work.loads})
-        self._engine.deliver(step, (), report, self._awaited | step.work.awaited)
+        loads = self._engine.loading.values() if self._engine.connector._is_ahead else step.work.loads
+        report = Report({job.job_id: 1 for job in step.work.stores}, {job.job_id: 1 for job in loads})
+        self._engine.deliver(step, (), report, self._awaited | step.work.awaited, set(self._engine.loading))
 
     def _disturb(self) -> None:
         prefix = self._random.choice(PREFIXES)
@@ -105,7 +108,11 @@ class Simulation:
         voided = [job for job in self._waiting if not step.work.rewritten.isdisjoint(job.chunk_range.blocks)]
         self._waiting = [job for job in self._waiting if job not in voided]
         for load in step.work.loads:
+            if not self._engine.connector._is_ahead:
+                self._load(load, outcome)
+        for load in self._ahead():
             self._load(load, outcome)
+            outcome.arrived.add(load.request_id)
         for request_id, count in step.output.num_scheduled_tokens.items():
             self._compute(request_id, step, step.computed[request_id], count, outcome)
         self._waiting += step.work.stores
@@ -118,6 +125,12 @@ class Simulation:
         outcome.freed = self._awaited - {job.request_id for job in self._waiting}
         self._awaited -= outcome.freed
         return outcome
+
+    def _ahead(self) -> list[LoadJob]:
+        """Some of the loads that requests wait for, which are over in this step."""
+        told = {each for outcome in self._under_way for each in outcome.arrived}
+        loading = [job for each, job in self._engine.loading.items() if each not in told]
+        return [job for job in loading if self._random.random() < 0.4]
 
     def _load(self, job: LoadJob, outcome: Outcome) -> None:
         self.counts["loads"] += 1
@@ -161,7 +174,7 @@ class Simulation:
             self.counts["repairs"] += 1
 
     def _deliver(self, outcome: Outcome) -> None:
-        given = self._engine.deliver(outcome.step, outcome.lost, outcome.report, outcome.freed)
+        given = self._engine.deliver(outcome.step, outcome.lost, outcome.report, outcome.freed, outcome.arrived)
         tokens = {each.request_id for each in given if each.new_token_ids}
         assert not tokens & outcome.wrong, f"{tokens & outcome.wrong} were given tokens computed on wrong blocks"
         self.counts["tokens"] += len(tokens)

@@ -24,6 +24,7 @@ def main() -> None:
     os.dup2(2, 1)
     faulthandler.dump_traceback_later(START_S, exit=True)
     from tests.engines import (
+        scheduled_ahead,
         scheduled_lookups,
         scheduled_losses,
         scheduled_refusals,
@@ -32,7 +33,14 @@ def main() -> None:
     )
     from tests.engines.scheduled_config import make_config
 
-    modules = (scheduled_losses, scheduled_lookups, scheduled_refusals, scheduled_simulation, scheduled_stores)
+    modules = (
+        scheduled_ahead,
+        scheduled_losses,
+        scheduled_lookups,
+        scheduled_refusals,
+        scheduled_simulation,
+        scheduled_stores,
+    )
     scenarios = {name: getattr(module, name) for module in modules for name in module.__all__}
     folder = Path(sys.argv[1])
     make_config(folder)

@@ -28,6 +28,7 @@ class Churn:
     restarts: int
     connector: dict[str, Json]
     options: dict[str, Json]
+    is_asynchronous: bool = False
 
 
 SHORT = Churn(1, 48, 1, {}, {})
@@ -37,6 +38,8 @@ LONG = {
     "two chunks to a block": Churn(4, 200, 2, {"chunk_tokens": 16}, {}),
     "without prefix caching": Churn(5, 200, 2, {}, {"enable_prefix_caching": False}),
     "layer by layer": Churn(6, 200, 2, {"delivery": "layer-major"}, {}),
+    "ahead of requests": Churn(8, 200, 2, {"chunk_tokens": 16}, {}, is_asynchronous=True),
+    "ahead of requests, little room to load": Churn(9, 200, 2, {"staging_bytes": 1 << 20}, {}, is_asynchronous=True),
     "little room to load, a short queue": Churn(7, 200, 2, {"staging_bytes": 1 << 20, "store_queue_chunks": 8}, {}),
 }
 
@@ -68,7 +71,9 @@ def expect_right_tokens(churn: Churn, engines: Engines, reference: Reference, fo
     per_engine = -(-len(groups) // (churn.restarts + 1))
     with running_store(folder / "store", options=("--dram-bytes", "0")) as store:
         for first in range(0, len(groups), per_engine):
-            with engines.cached(store.connector(**churn.connector), **(SMALL_CACHE | churn.options)) as engine:
+            options = SMALL_CACHE | churn.options
+            connector = store.connector(**churn.connector)
+            with engines.cached(connector, is_asynchronous=churn.is_asynchronous, **options) as engine:
                 for group in groups[first : first + per_engine]:
                     outcomes.append(expect_batch(engine, reference, source, group))
                     lose_some(store, source)

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 PREFIX_TOKENS = 256
 PROMPT_TOKENS = 259
 WHOLE = [0, 8]
-REFUSAL = "--no-async-scheduling"
 
 
 class Player:
@@ -231,7 +230,7 @@ def test_a_request_that_got_an_image_later_is_not_written(player: Player, has_im
 
 @pytest.mark.parametrize("is_below_multi", [True, False])
 @pytest.mark.parametrize(
-    ("policy", "is_async", "pipeline_size", "is_refused"),
+    ("policy", "is_async", "pipeline_size", "is_ahead"),
     [
         ("recompute", True, 1, True),
         ("recompute", False, 2, True),
@@ -240,16 +239,40 @@ def test_a_request_that_got_an_image_later_is_not_written(player: Player, has_im
         ("fail", False, 2, False),
     ],
 )
-def test_recompute_with_several_steps_under_way_is_refused(
-    player: Player, policy: str, is_async: bool, pipeline_size: int, is_refused: bool, is_below_multi: bool
+def test_with_several_steps_under_way_what_may_be_recomputed_is_loaded_ahead(
+    player: Player, policy: str, is_async: bool, pipeline_size: int, is_ahead: bool, is_below_multi: bool
 ) -> None:
     """vLLM takes tokens of the steps that were made on top of the failed one. Under MultiConnector its own policy
     counts.
     """
-    said = player.play(
-        "started", policy=policy, is_async=is_async, pipeline_size=pipeline_size, is_below_multi=is_below_multi
-    )
-    assert (said is not None and REFUSAL in said) if is_refused else said is None
+    arguments: dict[str, Json] = {"is_async": is_async, "pipeline_size": pipeline_size}
+    assert player.play("started", policy=policy, is_below_multi=is_below_multi, **arguments) is is_ahead
+
+
+def test_ahead_of_a_request_no_step_of_others_waits_for_its_load(player: Player) -> None:
+    """Others run in the meantime; then it runs with all that was loaded."""
+    facts = player.play("load_ahead")
+    assert facts == {"loads": [WHOLE], "meanwhile": [["B"], ["B"]], "next": {"A": PREFIX_TOKENS}, "is again": False}
+
+
+def test_ahead_of_requests_what_two_need_is_loaded_once(player: Player) -> None:
+    """The second finds it in the engine's blocks, loaded or, where the load was lost, computed by the first."""
+    assert player.play("sharer_ahead", is_lost=False) == {"loads": [WHOLE], "next": {"A": 256, "B": 256}}
+    assert player.play("sharer_ahead", is_lost=True) == {"loads": [WHOLE], "next": {"A": 0, "B": 256}}
+
+
+@pytest.mark.parametrize("first_lost", [0, 3])
+def test_ahead_of_a_request_what_is_lost_is_computed_and_not_loaded_again(player: Player, first_lost: int) -> None:
+    """Nothing was wrong with the store: the load was late."""
+    facts = player.play("late_ahead", first_lost=first_lost)
+    assert facts == {"loads": [WHOLE], "next": {"A": first_lost * 32}}
+
+
+def test_a_request_that_is_aborted_while_it_is_loaded_gives_its_blocks_back_when_the_load_is_over(
+    player: Player,
+) -> None:
+    """Until then the server may write into them."""
+    assert player.play("aborted_ahead") == {"held": 8, "held after": 0}
 
 
 def test_staging_that_does_not_hold_a_chunk_is_refused(player: Player) -> None:
@@ -298,7 +321,9 @@ def test_a_model_that_pools_over_all_tokens_is_refused(player: Player) -> None:
     assert (said is not None, has_part) == (True, False)
 
 
-@pytest.mark.parametrize(("policy", "is_async"), [("recompute", False), ("fail", False), ("fail", True)])
+@pytest.mark.parametrize(
+    ("policy", "is_async"), [("recompute", False), ("recompute", True), ("fail", False), ("fail", True)]
+)
 @pytest.mark.parametrize("chunk_tokens", [16, 32, 64])
 def test_whatever_fails_no_token_and_no_chunk_comes_of_wrong_blocks(
     player: Player, policy: str, is_async: bool, chunk_tokens: int

@@ -45,7 +45,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         engine.join_log()
         self.counters = Counters()
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
-        engine.check_failure_handling(vllm_config)
+        self._is_ahead = engine.loads_ahead(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._ledger: SchedulerLedger | None = None
         self._worker: WorkerSide | IdleWorker | None = None
@@ -85,11 +85,13 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to load, during the step that needs them; None to ask again later."""
+        """Tokens to load, in the step that needs them or ahead of it; None to ask again later."""
         if self._scheduler is None:
             return 0, False
         count = self._scheduler.match(request, num_computed_tokens)
-        return count if count is None or self._kv_transfer_config.is_kv_consumer else 0, False
+        if count is not None and not self._kv_transfer_config.is_kv_consumer:
+            count = 0
+        return count, self._is_ahead and bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The offer was taken, or not."""
@@ -132,7 +134,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's memory."""
         if self._setup is None:
-            self._worker = IdleWorker()
+            self._worker = IdleWorker(is_ahead=self._is_ahead)
             return
         indexes = engine.layer_indexes(kv_caches)
         caches = {index: kv_caches[name] for name, index in indexes.items()}
@@ -156,6 +158,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             counters=self.counters,
             model_name=name,
             is_alone=is_alone,
+            is_ahead=self._is_ahead,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -188,10 +191,10 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             self._worker.end_step(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks nothing reads any more."""
+        """Requests whose blocks nothing reads any more, and requests that waited for their loads, which are over."""
         if self._worker is None:
             return None, None
-        return self._worker.take_freed(finished_req_ids) or None, None
+        return self._worker.take_freed(finished_req_ids) or None, self._worker.take_over() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to recompute."""
@@ -235,7 +238,13 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         steps_max = self._vllm_config.max_concurrent_batches
         accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
         self._ledger = SchedulerLedger(
-            deployment, setup.grid, room_chunks, is_storing, steps_max, tells_growth=accept is not None
+            deployment,
+            setup.grid,
+            room_chunks,
+            is_storing,
+            steps_max,
+            tells_growth=accept is not None,
+            is_ahead=self._is_ahead,
         )
         self._client = Client(
             options.endpoint,
@@ -254,6 +263,8 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             counters=self.counters,
             layout=layout,
             accept=accept,
+            is_ahead=self._is_ahead,
+            shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
 
     def _evict(self, lost_blocks: set[int]) -> None:

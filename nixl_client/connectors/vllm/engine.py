@@ -61,19 +61,16 @@ def join_log() -> None:
         ours.setLevel(theirs.level)
 
 
-def check_failure_handling(vllm_config: Any) -> None:
-    """Raises ValueError where a load that fails could cost a wrong token: with several steps under way vLLM 0.32 also
-    takes the output of those it had already scheduled on top of the failed one.
+def loads_ahead(vllm_config: Any) -> bool:
+    """Whether a load has to be over before its request runs: where a load that fails is recomputed, and several steps
+    are under way, vLLM 0.32 also takes the output of those it had already scheduled on top of the failed one.
     """
     configs = [vllm_config.kv_transfer_config]
     current = get_current_vllm_config_or_none()
     if current is not None and current.kv_transfer_config is not None:
         configs.append(current.kv_transfer_config)  # MultiConnector's own, which decides, where it made this connector
     is_recomputed = any(config.kv_load_failure_policy == "recompute" for config in configs)
-    if is_recomputed and vllm_config.max_concurrent_batches > 1:
-        raise ValueError(
-            'kv_load_failure_policy "recompute" needs --no-async-scheduling and a pipeline_parallel_size of 1'
-        )
+    return is_recomputed and vllm_config.max_concurrent_batches > 1
 
 
 def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:

@@ -21,7 +21,9 @@ BAD_S = 300.0
 """A chunk that could not be read is offered to no request for this time. By then it may have been written again."""
 BAD_KEYS_MAX = 4096
 LOADING_STEPS_MAX = 256
-"""No engine has so many steps under way: the report of a load that is older was lost, and nobody waits for it."""
+"""No engine has so many steps under way: the report of a load that is older was lost, and nobody waits for it. Where
+requests wait for their loads the engine waits for the report itself.
+"""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Tracked:
     admitted_tokens: what the engine counted as computed when the request first ran, found in its blocks or loaded by
         whatever connector; None until it runs.
     unread_jobs: store jobs whose blocks are still read.
+    loaded_after: how often the engine had preempted the request when it was loaded last; None before.
     """
 
     chains: tuple[KeyChain, ...]
@@ -47,11 +50,13 @@ class Tracked:
     bad_chunk: int | None = None
     admitted_tokens: int | None = None
     unread_jobs: set[int] = field(default_factory=set)
+    loaded_after: int | None = None
 
 
 class SchedulerLedger:
     """Requests from their first lookup to their end. A step loads at most `room_chunks` chunks. The engine has at most
-    `steps_max` steps under way. Steps say which requests have new blocks if it `tells_growth`.
+    `steps_max` steps under way. Steps say which requests have new blocks if it `tells_growth`. `is_ahead` says that
+    requests wait for their loads, over any number of steps.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class SchedulerLedger:
         steps_max: int = 1,
         *,
         tells_growth: bool = False,
+        is_ahead: bool = False,
     ) -> None:
         self._tells_growth = tells_growth
+        self._is_ahead = is_ahead
         self._deployment = deployment
         self._grid = grid
         self._room_chunks = room_chunks
@@ -143,11 +150,12 @@ class SchedulerLedger:
         """Whether one of the blocks with these hashes is being loaded, as far as workers have reported."""
         return any(not loading.isdisjoint(hashes) for _, loading, _ in self._loading.values())
 
-    def allocated(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """The engine has given these blocks to a request, of which the first hold tokens that were found in them: the
-        bytes of the others may change in the coming step.
+    def allocated(self, request_id: str, block_ids: Sequence[int], loaded_tokens: int = 0) -> None:
+        """The engine has given these blocks to a request, of which the first hold tokens that were found in them, or
+        `loaded_tokens` with those that have been loaded ahead: the bytes of the others may change in the coming step.
         """
-        self._rewritten.update(block_ids[self.found_tokens(request_id) // self._grid.block_tokens :])
+        held_tokens = max(self.found_tokens(request_id), loaded_tokens)
+        self._rewritten.update(block_ids[held_tokens // self._grid.block_tokens :])
 
     def given_out(self, block_ids: Iterable[int]) -> None:
         """The bytes of these blocks may change in the coming step: they are zeroed, loaded or computed."""
@@ -171,14 +179,16 @@ class SchedulerLedger:
         token_count: int,
         block_ids: Sequence[int],
         hashes: Sequence[bytes] = (),
+        preemptions: int = 0,
     ) -> None:
-        """The engine took the offer, if it was one: load `token_count` tokens into these blocks in the coming step.
-        `hashes` are what the engine knows the blocks by.
+        """The engine took the offer, if it was one: load `token_count` tokens into these blocks, in the coming step or
+        from then on. `hashes` are what the engine knows the blocks by. It has preempted the request so often.
         """
         tracked = self._requests[request_id]
         tracked.admitted_tokens = None
         if not token_count:
             return
+        tracked.loaded_after = preemptions
         chunk_range = self._grid.load_range(tracked.computed_tokens, token_count, block_ids)
         self._room_left -= chunk_range.chunk_count
         self._job_id += 1
@@ -291,7 +301,7 @@ class SchedulerLedger:
         self._room_left = self._room_chunks
         self._step += 1
         for job_id, (_, _, begun) in list(self._loading.items()):
-            if self._step - begun > LOADING_STEPS_MAX:
+            if self._step - begun > LOADING_STEPS_MAX and not self._is_ahead:
                 del self._loading[job_id]
         return step
 

@@ -1,5 +1,5 @@
-"""A worker's loads of one step: one fetch for each request. The attention of a layer waits for the layer, and the layer
-is copied into the engine's blocks then.
+"""A worker's loads: one fetch for each request. Where a load belongs to a step the attention of a layer waits for the
+layer, which is copied into the engine's blocks then. `loads_ahead` ends a load before its request runs.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loads:
-    """All loads of a worker; used by the thread that runs the model."""
+    """All loads of a worker; used by one thread."""
 
     def __init__(
         self,
@@ -50,17 +50,22 @@ class Loads:
         counters: Counters,
         *,
         is_alone: bool = True,
+        is_ahead: bool = False,
+        on_end: Callable[[LoadJob], None] = lambda job: None,
     ) -> None:
+        """`is_ahead` says that no step waits for them. `on_end` is told of each job that is over, well or not."""
         self._client = client
         self._rank = rank
         self._grid = grid
         self._layout = layout
+        self._is_ahead = is_ahead
+        self._on_end = on_end
         self._layers = layers
         self._dtype = dtype
         self._counters = counters
         self._options = options
         self._accept = accept_of(options.lossy, dtype, options.max_error)
-        self.lossy_blocks = LossyBlocks(is_alone=is_alone)
+        self.lossy_blocks = LossyBlocks(is_alone=is_alone, is_ahead=is_ahead)
         self._staging: Staging | None = None
         self._used = 0
         self._active: list[ActiveLoad] = []
@@ -80,9 +85,26 @@ class Loads:
         self.is_idle.set()
         self._ready_staging()
 
-    def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0, costs: PrefillCosts | None = None) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a load has been started that is not over."""
+        return bool(self._active)
+
+    def has_room(self, jobs: Sequence[LoadJob]) -> bool:
+        """Whether the buffer has room for these beside what is under way. Where nothing is, it is not asked."""
+        nbytes = sum(self._layout.delivery_bytes(job.chunk_range.chunk_count) for job in jobs)
+        return not self._active or self._used + nbytes <= self._options.staging_bytes
+
+    def start(
+        self,
+        jobs: Sequence[LoadJob],
+        layer_compute_us: int = 0,
+        costs: PrefillCosts | None = None,
+        since_s: float | None = None,
+    ) -> None:
         """Start these loads, in a step that computes each layer in about `layer_compute_us`. A load that cannot be
         started is lost at once. With `costs` a load is waited for only while that is sooner than computing its tokens.
+        Their time runs from `since_s`, by the monotonic clock, or from now.
         """
         self.waited_s = 0.0
         if not jobs:
@@ -90,8 +112,7 @@ class Loads:
         self._layer_compute_us = (layer_compute_us,) if layer_compute_us else ()
         self._costs = costs
         self.is_idle.clear()
-        self._report.ended_loads.update({job.job_id: 1 for job in jobs})
-        deadline_s = time.monotonic() + self._options.load_timeout_s
+        deadline_s = (time.monotonic() if since_s is None else since_s) + self._options.load_timeout_s
         for job in jobs:
             try:
                 if time.monotonic() > deadline_s:
@@ -100,6 +121,7 @@ class Loads:
             except Exception as error:
                 self._report.failed_loads += 1
                 self._lose(job, 0, error)
+                self._end(job)
 
     def wait_layer(self, layer_index: int) -> None:
         """Return when the layer of every load is in its blocks, or the load is given up."""
@@ -111,23 +133,45 @@ class Loads:
         """The step's forward pass is over: bring what is left to an end."""
         if self.is_idle.is_set():
             return
-        self.wait_layer(len(self._layers) - 1)
-        for load in self._active:
-            is_over = False
-            try:
-                load.fetch.wait(load.left_s())
-                is_over = True
-            except Exception as error:
-                _log.warning("request %s: loaded, but its fetch did not end: %s", load.job.request_id, error)
-            self._count(load, is_over=is_over)
-            if not load.fetch.is_settled:  # a server of a cluster that was given up may still write
-                self._abandoned.append(load.fetch)
-        self._active = []
+        while self._active:
+            self._finish_first()
+        self._settle()
+
+    def finish_first(self) -> None:
+        """Bring the oldest load to an end; when none is left the buffer is empty again."""
+        if self._active:
+            self._finish_first()
+        if not self._active:
+            self._settle()
+
+    def _finish_first(self) -> None:
+        load = self._active[0]
+        while load in self._active and load.next_layer < len(self._layers):
+            self._take_layer(load)
+        if load not in self._active:
+            return
+        is_over = False
+        try:
+            load.fetch.wait(load.left_s())
+            is_over = True
+        except Exception as error:
+            _log.warning("request %s: loaded, but its fetch did not end: %s", load.job.request_id, error)
+        self._count(load, is_over=is_over)
+        if not load.fetch.is_settled:  # a server of a cluster that was given up may still write
+            self._abandoned.append(load.fetch)
+        self._active.remove(load)
+        self._end(load.job)
+
+    def _settle(self) -> None:
         self._used = 0
         if self._staging is not None:
             self._staging.mark_read()
         self._retire()
         self.is_idle.set()
+
+    def take_over(self) -> set[str]:
+        """No request waits for its load alone: it runs in the step that loads."""
+        return set()
 
     def take_lost_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not, since the last call."""
@@ -138,6 +182,12 @@ class Loads:
         """Jobs that have been started, or lost at once, since the last call, and what was wrong with them."""
         report, self._report = self._report, Report()
         return report
+
+    def interrupt(self) -> None:
+        """Have the wait for what is under way end at once, in whatever thread waits."""
+        for load in list(self._active):
+            load.deadline_s = 0.0
+            self._retired.cancel(load.fetch)
 
     def close(self, timeout_s: float) -> None:
         """Give up what is under way."""
@@ -217,7 +267,8 @@ class Loads:
             self._drop(load)
         spent_s = time.monotonic() - began_s
         self.waited_s += spent_s
-        self._counters.add(load_wait_s=waited_s, load_copy_s=spent_s - waited_s)
+        if not self._is_ahead:
+            self._counters.add(load_wait_s=waited_s, load_copy_s=spent_s - waited_s)
         load.next_layer += 1
         load.ready_at_s = layer.ready_at_s
 
@@ -312,6 +363,11 @@ class Loads:
         """Nothing is expected of the load any more; its server may still write."""
         self._active.remove(load)
         self._abandoned.append(load.fetch)
+        self._end(load.job)
+
+    def _end(self, job: LoadJob) -> None:
+        self._report.ended_loads[job.job_id] = 1
+        self._on_end(job)
 
     def _count(self, load: ActiveLoad, *, is_over: bool) -> None:
         nbytes = self._layout.delivery_bytes(load.chunk_count)

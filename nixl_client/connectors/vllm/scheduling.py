@@ -43,6 +43,7 @@ class EngineRequest(Protocol):
     num_tokens: int
     num_computed_tokens: int
     num_in_flight_tokens: int
+    num_preemptions: int
     lora_request: Lora | None
     cache_salt: str | None
     mm_features: Sequence[object]
@@ -64,7 +65,13 @@ class SchedulerSide:
         counters: Counters,
         layout: ChunkLayout,
         accept: Accept | None = None,
+        *,
+        is_ahead: bool = False,
+        shares_blocks: bool = False,
     ) -> None:
+        """`is_ahead` says that requests wait for their loads. With `shares_blocks` one may find what another loads."""
+        self._is_ahead = is_ahead
+        self._shares_blocks = shares_blocks
         self._lookups = Lookups(client, options, counters, accept)
         self._accept = accept
         self._options = options
@@ -92,16 +99,23 @@ class SchedulerSide:
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
         known, and while some of those blocks are being loaded for another request: should that fail, vLLM has only one
-        of the two compute them again.
+        of the two compute them again. Ahead of requests those blocks are the ones that the request needs next: once
+        they are there it finds them.
         """
-        found = request.block_hashes[: computed_tokens // self._grid.block_tokens]
-        if self._ledger.is_loading(found):
+        found_blocks = computed_tokens // self._grid.block_tokens
+        if self._is_ahead:
+            awaited = request.block_hashes[found_blocks : found_blocks + 1] if self._shares_blocks else ()
+        else:
+            awaited = request.block_hashes[:found_blocks]
+        if self._ledger.is_loading(awaited):
             return None
         adapter = self._adapter(request.lora_request)
         if adapter is None or not _is_text(request):
             return 0
         tracked = self._ledger.track(request.request_id, adapter, request.cache_salt or "")
         self._requests[request.request_id] = request
+        if self._is_ahead and tracked.loaded_after == request.num_preemptions:
+            return 0  # it was loaded, and nothing came: not again
         if not self._is_looked_up(tracked, request):
             return None
         worth_chunks = told_chunks(request.kv_transfer_params, computed_tokens)
@@ -111,14 +125,16 @@ class SchedulerSide:
         return count if count >= self._options.min_load_tokens else 0
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], token_count: int) -> None:
-        """The engine has blocks for the request, and loads so many tokens."""
-        self._ledger.allocated(request.request_id, block_ids)
+        """The engine has blocks for the request, and loads so many tokens. It counts those of a load that is over."""
+        self._ledger.allocated(request.request_id, block_ids, request.num_computed_tokens)
         if request.request_id not in self._requests:
             return
         self._counters.add(store_hit_tokens=token_count)
         first = self._ledger.found_tokens(request.request_id) // self._grid.block_tokens
         hashes = request.block_hashes[first : first + token_count // self._grid.block_tokens]
-        self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids, hashes)
+        self._ledger.load(
+            request.request_id, request.all_token_ids, token_count, block_ids, hashes, request.num_preemptions
+        )
 
     def scheduled(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request runs in the coming step; what earlier steps computed can be written."""
@@ -231,6 +247,9 @@ class SchedulerSide:
         compute = self._compute(context_tokens, computed_tokens)
         if compute is None or not tracked.matched_chunks:
             return None
+        if self._is_ahead:  # computing hides nothing of the load
+            chunk_tokens, chunk_bytes = self._layout.chunk_tokens, self._layout.chunk_bytes
+            compute = replace(compute, layout=ChunkLayout(1, chunk_tokens, chunk_bytes))
         advice = advise(tracked.matched_chunks, compute, tracked.rate_bytes_per_s)
         stored_chunks = computed_tokens // self._grid.chunk_tokens + loadable_chunks(tracked.matched_chunks, compute)
         if advice.chunk_count < stored_chunks:

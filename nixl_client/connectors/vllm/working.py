@@ -15,8 +15,9 @@ from nixl_client.connectors.step_timer import StepTimer
 from nixl_client.connectors.vllm.blocks import PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
+from nixl_client.connectors.vllm.loads_ahead import LoadsAhead
 from nixl_client.connectors.vllm.options import VllmOptions
-from nixl_client.connectors.vllm.steps import Report, Step
+from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
 from nixl_client.connectors.vllm.worker_ledger import Outbox, WorkerLedger
 from nixl_client.connectors.vllm.writer import Writer
 from nixl_client.session.retries import Retries
@@ -40,7 +41,9 @@ class WorkerSide:
         model_name: str,
         *,
         is_alone: bool = True,
+        is_ahead: bool = False,
     ) -> None:
+        """`is_ahead` has loads over before their requests run."""
         states = layers[0].keys
         heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
         layout = ChunkLayout(
@@ -59,7 +62,7 @@ class WorkerSide:
             retries=Retries.of_engines(),
         )
         self._store_client = Client(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
-        self._loads = Loads(
+        loads = Loads(
             client=self._load_client,
             rank=rank,
             grid=grid,
@@ -69,7 +72,10 @@ class WorkerSide:
             options=options,
             counters=counters,
             is_alone=is_alone,
+            is_ahead=is_ahead,
+            on_end=self._load_ended,
         )
+        self._loads: Loads | LoadsAhead = LoadsAhead(loads, states.device) if is_ahead else loads
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(
             client=self._store_client,
@@ -125,6 +131,10 @@ class WorkerSide:
         self._report = self._report.add(report)
         return freed
 
+    def take_over(self) -> set[str]:
+        """Requests that waited for their loads, which are over. What was lost of them is known now."""
+        return self._loads.take_over()
+
     def take_lost_blocks(self) -> set[int]:
         """Blocks that were not loaded."""
         return self._loads.take_lost_blocks()
@@ -133,6 +143,10 @@ class WorkerSide:
         """Jobs that have been read, or loaded."""
         report, self._report = self._report, Report()
         return report.add(self._loads.take_report()).add(self._measured())
+
+    def _load_ended(self, job: LoadJob) -> None:
+        if isinstance(self._loads, LoadsAhead):
+            self._loads.ended(job)
 
     def _measured(self) -> Report:
         """A report of the costs of steps and loads, where FIT_EVERY more steps have been seen, or a load was late."""
@@ -165,10 +179,12 @@ class WorkerSide:
 
 class IdleWorker:
     """A rank whose KV cannot be cached, though the scheduler, which does not see all of it, has work for it: every load
-    is lost, every store dropped.
+    is lost, every store dropped. `is_ahead` says that requests wait for their loads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_ahead: bool = False) -> None:
+        self._is_ahead = is_ahead
+        self._over: set[str] = set()
         self._ledger = WorkerLedger(queue_chunks=0, wait_s=1.0)
         self._outbox = Outbox()
         self._lost_blocks: set[int] = set()
@@ -186,6 +202,8 @@ class IdleWorker:
         self._lost_blocks.update(block for job in jobs for block in job.chunk_range.blocks)
         ended = dict.fromkeys((job.job_id for job in jobs), 1)
         self._report = self._report.add(Report({}, ended, {}, len(jobs)))
+        if self._is_ahead:
+            self._over.update(job.request_id for job in jobs)
 
     def wait_layer(self, layer_name: str) -> None:
         """Nothing comes."""
@@ -201,6 +219,11 @@ class IdleWorker:
         self._ledger.forget(finished)
         freed, self._outbox.freed = self._outbox.freed, set()
         return freed
+
+    def take_over(self) -> set[str]:
+        """Requests that waited for their loads."""
+        over, self._over = self._over, set()
+        return over
 
     def take_lost_blocks(self) -> set[int]:
         """Blocks that were not loaded."""

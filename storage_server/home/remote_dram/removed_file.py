@@ -39,7 +39,7 @@ class RemovedFile:
                 removed.before_s = now_s
             if removed.last_s > now_s + CLOCK_AHEAD_S:
                 _log.warning(
-                    "remote DRAM: the clock was %.0f s ahead when chunks were removed: their copies are not used until then",
+                    "remote DRAM: the clock was %.0f s ahead when chunks were removed: no copies of them until then",
                     removed.last_s - now_s,
                 )
             self._mark()

@@ -313,6 +313,7 @@ class Request:
         self.kv_transfer_params: dict[str, object] | None = None
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.num_preemptions = 0
         self.lora_request = None
         self.cache_salt: str | None = None
         self.mm_features: list[object] = []
