@@ -135,7 +135,7 @@ class ScheduledEngine:
         self.connector = whole if setup.peer is None else whole._connectors[1]
         self.requests: dict[str, Any] = {}
         self.loading: dict[str, LoadJob] = {}
-        """Of each request that waits for its load, the load."""
+        """The load of each request that waits for one."""
         self._open_steps: list[ScheduledStep] = []
 
     def keys(self, tokens: Sequence[int]) -> list[str]:

@@ -41,7 +41,7 @@ class Served:
         command = [str(engine_python()), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--port", str(self._port)]
         command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32", "--block-size", "32"]
-        command += ["--max-model-len", "1024", "--enforce-eager", "--no-async-scheduling"]
+        command += ["--max-model-len", "1024", "--enforce-eager"]
         command += ["--kv-transfer-config", json.dumps(object_cache(store.connector())), *options]
         variables = {**engine_variables(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
         with log.open("wb") as file:

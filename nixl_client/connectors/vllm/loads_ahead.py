@@ -78,7 +78,7 @@ class LoadsAhead:
         return self._loads.load_fit
 
     def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0, costs: PrefillCosts | None = None) -> None:
-        """Have these loaded. What the step computes hides nothing of them."""
+        """Have these loaded. Nothing of them is hidden by computing."""
         if not jobs:
             return
         ready = None

@@ -63,7 +63,9 @@ class VllmOptions:
     staging: StagingMemory = StagingMemory.HOST
     """Where that buffer is: in host memory, or on the GPU where UCX can write there."""
     load_timeout_s: float = 30.0
-    """From a load's start to its last layer; past it the blocks are recomputed. The whole step waits so long."""
+    """From a load's start to its last layer; past it the blocks are recomputed. With synchronous steps a whole step
+    waits so long.
+    """
     lookup_timeout_s: float = 2.0
     """A lookup that takes longer is a miss."""
     retry_s: float = 5.0

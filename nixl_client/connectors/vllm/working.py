@@ -132,7 +132,7 @@ class WorkerSide:
         return freed
 
     def take_over(self) -> set[str]:
-        """Requests that waited for their loads, which are over. What was lost of them is known now."""
+        """Requests that waited for their loads, which are over. Blocks that they lost can be taken now."""
         return self._loads.take_over()
 
     def take_lost_blocks(self) -> set[int]:
