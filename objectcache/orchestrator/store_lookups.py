@@ -153,7 +153,8 @@ class StoreLookups:
         self.count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                work = partial(self._look_up, store, published, token_count, keys)
+                until_s = time.monotonic() + self._settings.timeout_s
+                work = partial(self._look_up, store, published, token_count, keys, until_s)
                 found = await _in_thread(self._threads, asker.threads, work)
         except asyncio.CancelledError:
             for each in breakers:
@@ -187,12 +188,17 @@ class StoreLookups:
         return named_chunks(published, tokens, salt)
 
     def _look_up(
-        self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+        self,
+        store: Client,
+        published: Published,
+        token_count: int,
+        keys: Sequence[Sequence[str]],
+        until_s: float,
     ) -> StoredPrefix:
         """The count of chunks and the rate. Costs of engines decide neither, and are not sent. No further rank is asked
-        for when nobody waits for the answer any more. Raises TimeoutError then, and what the client raises.
+        for when nobody waits for the answer any more, `until_s` by the monotonic clock. Raises TimeoutError then, and
+        what the client raises.
         """
-        until_s = time.monotonic() + self._settings.timeout_s
         client, layout = store.in_bucket(published.bucket), published.layout
         request = AdviceRequest(token_count, layout, PrefillCosts(0.0))
         lease_s, accept = self._settings.lease_s, published.accept

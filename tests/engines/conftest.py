@@ -28,10 +28,15 @@ class Engines:
         return self._host.engine(EngineSettings(str(self._model), options))
 
     def cached(
-        self, connector: dict[str, Json], *, is_asynchronous: bool = False, **options: Json
+        self,
+        connector: dict[str, Json],
+        model: Path | None = None,
+        *,
+        is_asynchronous: bool = False,
+        **options: Json,
     ) -> AbstractContextManager[Engine]:
-        """An engine with one."""
-        settings = EngineSettings(str(self._model), options, connector, is_asynchronous=is_asynchronous)
+        """An engine of this model, or of the one, with one."""
+        settings = EngineSettings(str(model or self._model), options, connector, is_asynchronous=is_asynchronous)
         return self._host.engine(settings)
 
     def tiered(
@@ -52,9 +57,12 @@ class Engines:
         """An engine of another model, without a store."""
         return self._host.engine(EngineSettings(str(model), options))
 
-    def multiprocess(self, connector: dict[str, Json], **options: Json) -> AbstractContextManager[Engine]:
+    def multiprocess(
+        self, connector: dict[str, Json], model: Path | None = None, **options: Json
+    ) -> AbstractContextManager[Engine]:
         """One as `vllm serve` runs it: the engine's core is a process of its own."""
-        return self._host.fresh_engine(EngineSettings(str(self._model), options, connector, is_multiprocess=True))
+        settings = EngineSettings(str(model or self._model), options, connector, is_multiprocess=True)
+        return self._host.fresh_engine(settings)
 
 
 class Reference:

@@ -4,10 +4,13 @@ connector's insides by private names is in this module and in `RunningEngine`.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nixl_client.connectors.vllm.blocks import Blocks
 from nixl_client.connectors.vllm.loads_ahead import LoadsAhead
 from tests.engines.messages import Moment
 
@@ -62,6 +65,27 @@ def hooked_tier(moment: Moment, _: Any, traffic: Any, reach: Reach) -> Iterator[
         yield once
     finally:
         delattr(owner, name)
+
+
+def watched(worker: Any) -> dict[str, str]:
+    """Digests, by key, of the chunks of all loads from now on, once they are in their blocks."""
+    loads = worker._loads._loads if isinstance(worker._loads, LoadsAhead) else worker._loads
+    digests: dict[str, str] = {}
+    count = loads._count
+
+    def hook(load: Any, **named: Any) -> None:
+        count(load, **named)
+        span, chunk_tokens = load.job.chunk_range, loads._grid.chunk_tokens
+        blocks, tokens = Blocks(span.blocks), span.chunk_count * chunk_tokens
+        parts = [[layer.read(blocks, 0, tokens, part) for part in (0, 1)] for layer in loads._layers]
+        for index, key in enumerate(load.job.keys[loads._rank]):
+            digest = hashlib.sha256()
+            for states in itertools.chain.from_iterable(parts):
+                digest.update(states[index * chunk_tokens : (index + 1) * chunk_tokens].contiguous().numpy().tobytes())
+            digests[key] = digest.hexdigest()
+
+    loads._count = hook
+    return digests
 
 
 def overlap_steps() -> None:

@@ -89,6 +89,16 @@ class Engine:
         self._send({"operation": Operation.KEYS.value, **_as_dict(prompt)})
         return [str(key) for key in self._reply()["keys"]]
 
+    def watch(self) -> None:
+        """From now on digest what loads leave in the engine's blocks."""
+        self._send({"operation": Operation.WATCH.value})
+        self._reply()
+
+    def loaded(self) -> dict[str, str]:
+        """The SHA-256 of each chunk that was loaded since then, as it lies in the engine's blocks, by key."""
+        self._send({"operation": Operation.LOADED.value})
+        return dict(self._reply()["digests"])
+
     def stop(self) -> None:
         """Shut it down, as an operator would. Raises EngineError when it does not end."""
         self._send({"operation": Operation.STOP.value})

@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import IO, Any
 
-from tests.engines.disturb import hooked, hooked_tier, overlap_steps
+from tests.engines.disturb import hooked, hooked_tier, overlap_steps, watched
 from tests.engines.messages import EngineSettings, Moment, Operation
 
 SETTLE_S = 60.0
@@ -77,6 +77,7 @@ class RunningEngine:
         self._core = None if settings.is_multiprocess else self._llm.llm_engine.engine_core.engine_core
         self._has_connector = settings.connector is not None
         self._is_tier = settings.is_tier
+        self._digests: dict[str, str] = {}
 
     def generate(self, prompts: list[dict[str, Any]], max_tokens: list[int], moment: str | None) -> dict[str, Any]:
         """Greedy tokens of these prompts, all at once, and what was counted. `max_tokens` is for each."""
@@ -113,6 +114,15 @@ class RunningEngine:
         chunk_tokens = scheduler._setup.grid.chunk_tokens
         chain = KeyChain(scheduler._ledger.deployment.namespace(0, "", salt), chunk_tokens)
         return {"keys": list(chain.keys(tokens, len(tokens) // chunk_tokens))}
+
+    def watch(self) -> dict[str, Any]:
+        """Digest what loads leave in the blocks."""
+        self._digests = watched(self._connectors()[1]._worker)
+        return {}
+
+    def loaded(self) -> dict[str, Any]:
+        """What has been digested."""
+        return {"digests": self._digests}
 
     def stop(self) -> dict[str, Any]:
         """Shut the engine down."""

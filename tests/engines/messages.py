@@ -16,6 +16,9 @@ class Operation(Enum):
     FORGET = "forget"
     """Empty the engine's own prefix cache."""
     KEYS = "keys"
+    WATCH = "watch"
+    """Digest what loads leave in the blocks, from now on."""
+    LOADED = "loaded"
     STOP = "stop"
 
 

@@ -146,7 +146,10 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
         parallel = self._vllm_config.parallel_config
-        rank = engine.worker_rank(parallel.tensor_parallel_size)
+        rank, is_writer = engine.worker_rank(parallel.tensor_parallel_size), True
+        if engine.is_replicated(self._setup.spec):
+            rank, copy = divmod(rank, parallel.tensor_parallel_size)
+            is_writer = copy == 0
         is_alone = parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
         name = engine.model_name(self._vllm_config, self._setup.options)
         self._worker = WorkerSide(
@@ -159,6 +162,8 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             model_name=name,
             is_alone=is_alone,
             is_ahead=self._is_ahead,
+            is_writer=is_writer,
+            may_be_encoded=not engine.is_replicated(self._setup.spec),
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -236,7 +241,9 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
         deployment = engine.deployment(self._vllm_config, group, options)
         steps_max = self._vllm_config.max_concurrent_batches
-        accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
+        accept = None
+        if not engine.is_replicated(setup.spec):  # codecs are made for keys and values
+            accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
         self._ledger = SchedulerLedger(
             deployment,
             setup.grid,

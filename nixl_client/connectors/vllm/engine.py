@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SparseCacheRole
 
 from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
@@ -80,7 +80,7 @@ def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
     tokens, as it does in models that mix both, unless every connector can do with less.)
     """
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise UnsupportedError(f"one group of full attention layers is supported, not {kinds}")
     spec: FullAttentionSpec = groups[0].kv_cache_spec
@@ -92,9 +92,17 @@ def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
         "attention to later tokens": spec.non_causal or model.is_diffusion or not model.is_prefix_caching_supported,
         "scales of each token": spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
         "scales found at run time": bool(getattr(cache, "calculate_kv_scales", False)),
-        "keys and values of different sizes": spec.head_size_v != spec.head_size,
         "packed states": is_packed,
     }
+    if isinstance(spec, MLAAttentionSpec):
+        obstacles["latents that are packed or padded"] = (
+            spec.head_size % 2 != 0
+            or spec.num_kv_heads != 1
+            or spec.page_size_bytes != spec.block_size * spec.head_size * spec.dtype.itemsize
+        )
+        obstacles["caches of an indexer"] = spec.cache_role is SparseCacheRole.INDEXER or spec.is_index_group_leader
+    else:
+        obstacles["keys and values of different sizes"] = spec.head_size_v != spec.head_size
     for what, is_there in obstacles.items():
         if is_there:
             raise UnsupportedError(f"{what}: not supported")
@@ -137,10 +145,16 @@ def deployment(vllm_config: Any, group: Any, options: VllmOptions) -> Deployment
         model=f"{options.model or weights_name(vllm_config)} {digest}",
         dtype=f"{spec.dtype} {vllm_config.cache_config.cache_dtype} {model.dtype}",
         block_tokens=spec.block_size,
-        tp_size=parallel.tensor_parallel_size,
+        tp_size=1 if is_replicated(spec) else parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         name=model_name(vllm_config, options),
+        copies=parallel.tensor_parallel_size if is_replicated(spec) else 1,
     )
+
+
+def is_replicated(spec: FullAttentionSpec) -> bool:
+    """Whether all tensor-parallel ranks hold the same bytes: latents of MLA, from which each makes its own heads."""
+    return isinstance(spec, MLAAttentionSpec)
 
 
 def model_name(vllm_config: Any, options: VllmOptions) -> str:
@@ -163,7 +177,7 @@ def weights_name(vllm_config: Any) -> str:
 
 
 def worker_rank(tp_size: int) -> int:
-    """The rank of this worker, as `Deployment.namespace` counts."""
+    """The rank of this worker: its pipeline rank times `tp_size`, and its tensor rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return int(get_pp_group().rank_in_group * tp_size + get_tp_group().rank_in_group)
@@ -180,6 +194,8 @@ def layer_indexes(kv_caches: dict[str, torch.Tensor]) -> dict[str, int]:
 
 def paged_layers(vllm_config: Any, spec: FullAttentionSpec, caches: list[torch.Tensor]) -> list[PagedLayer]:
     """The layers' memory. Raises UnsupportedError for a memory layout that is not known."""
+    if isinstance(spec, MLAAttentionSpec):
+        return _latent_layers(spec, caches)
     heads, tokens, width = spec.num_kv_heads, spec.block_size, 2 * spec.head_size
     for cache in caches:
         if tuple(cache.shape[1:]) != (heads, tokens, width) or cache.dtype != spec.dtype:
@@ -192,6 +208,17 @@ def paged_layers(vllm_config: Any, spec: FullAttentionSpec, caches: list[torch.T
         return [packed_layer(cache, packings) for cache in caches]
     except (ValueError, RuntimeError, ImportError) as error:
         raise UnsupportedError(str(error)) from error
+
+
+def _latent_layers(spec: MLAAttentionSpec, caches: list[torch.Tensor]) -> list[PagedLayer]:
+    """Latents as one head, of which the first half counts as key and the second as value: the order of bytes within a
+    chunk is all that comes of it.
+    """
+    shape = spec.block_size, spec.head_size
+    for cache in caches:
+        if tuple(cache.shape[1:]) not in (shape, (1, *shape)) or cache.dtype != spec.dtype:
+            raise UnsupportedError(f"blocks of {tuple(cache.shape[1:])}, {shape} expected")
+    return [plain_layer(cache.view(len(cache), 1, *shape)) for cache in caches]
 
 
 def _cpu_write(vllm_config: Any, spec: FullAttentionSpec) -> Any:

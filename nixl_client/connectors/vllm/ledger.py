@@ -327,9 +327,9 @@ class SchedulerLedger:
 
     def _is_told_by_all(self, job_id: int, count: int) -> bool:
         acks = self._acks.pop(job_id, 0) + count
-        if acks < self._deployment.rank_count:
+        if acks < self._deployment.worker_count:
             self._acks[job_id] = acks
-        return acks >= self._deployment.rank_count
+        return acks >= self._deployment.worker_count
 
     def _keys(self, tracked: Tracked, tokens: Sequence[int], first: int, end: int) -> tuple[tuple[str, ...], ...]:
         return tuple(chain.keys(tokens, end)[first:end] for chain in tracked.chains)

@@ -47,9 +47,17 @@ class Lookups:
     after each further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
-    def __init__(self, client: Client, options: VllmOptions, counters: Counters, accept: Accept | None = None) -> None:
-        """Chunks that are stored encoded count as far as `accept` takes them."""
+    def __init__(
+        self,
+        client: Client,
+        options: VllmOptions,
+        counters: Counters,
+        accept: Accept | None = None,
+        copies: int = 1,
+    ) -> None:
+        """Chunks that are stored encoded count as far as `accept` takes them. So many workers load each chunk."""
         self._client = client
+        self._copies = copies
         self._accept = accept
         self._options = options
         self._counters = counters
@@ -125,7 +133,7 @@ class Lookups:
             return FoundOnRanks(min(self._client.lookup(each[:KEYS_MAX], lease_s, accept=accept) for each in keys))
         answers = [self._client.advise(each[:KEYS_MAX], compute, lease_s, accept=accept) for each in keys]
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in answers)
-        return FoundOnRanks(min(matched for matched, _ in answers), rate / len(keys))
+        return FoundOnRanks(min(matched for matched, _ in answers), rate / (len(keys) * self._copies))
 
     def _fail(self, request_id: str, error: Exception) -> FoundOnRanks:
         _log.warning("request %s: the lookup failed, taken as a miss: %r", request_id, error)

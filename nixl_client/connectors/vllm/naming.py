@@ -17,7 +17,9 @@ CACHED_MODEL = "models--"
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The properties of one engine that KV bytes depend on. `name` is what people call the model."""
+    """The properties of one engine that KV bytes depend on. `name` is what people call the model. Each part of the KV
+    is on `copies` workers: all tensor-parallel ranks have the same latents of MLA, and count as one rank then.
+    """
 
     model: str
     dtype: str
@@ -25,11 +27,17 @@ class Deployment:
     tp_size: int = 1
     pp_size: int = 1
     name: str = ""
+    copies: int = 1
 
     @property
     def rank_count(self) -> int:
         """Ranks that hold a part of each token's KV."""
         return self.tp_size * self.pp_size
+
+    @property
+    def worker_count(self) -> int:
+        """Workers that load, and report."""
+        return self.rank_count * self.copies
 
     def namespace(self, rank: int, lora: str, salt: str) -> Namespace:
         """The namespace of one rank (pipeline rank times `tp_size`, plus tensor rank) for requests of this adapter and

@@ -72,7 +72,7 @@ class SchedulerSide:
         """`is_ahead` says that requests wait for their loads. With `shares_blocks` one may find what another loads."""
         self._is_ahead = is_ahead
         self._shares_blocks = shares_blocks
-        self._lookups = Lookups(client, options, counters, accept)
+        self._lookups = Lookups(client, options, counters, accept, ledger.deployment.copies)
         self._accept = accept
         self._options = options
         self._grid = grid

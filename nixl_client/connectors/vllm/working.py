@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from descriptors.layout import ChunkLayout, slice_bytes
 from nixl_client.client import Client
@@ -20,6 +21,7 @@ from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
 from nixl_client.connectors.vllm.worker_ledger import Outbox, WorkerLedger
 from nixl_client.connectors.vllm.writer import Writer
+from nixl_client.lossy import Lossy
 from nixl_client.session.retries import Retries
 
 CLOSE_S = 5.0
@@ -42,8 +44,12 @@ class WorkerSide:
         *,
         is_alone: bool = True,
         is_ahead: bool = False,
+        is_writer: bool = True,
+        may_be_encoded: bool = True,
     ) -> None:
-        """`is_ahead` has loads over before their requests run."""
+        """`is_ahead` has loads over before their requests run. What another worker writes this one need not."""
+        if not may_be_encoded:
+            options = replace(options, lossy=Lossy.OFF)
         states = layers[0].keys
         heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
         layout = ChunkLayout(
@@ -88,6 +94,8 @@ class WorkerSide:
             counters=counters,
             options=options,
             model_name=model_name,
+            is_writer=is_writer,
+            may_be_encoded=may_be_encoded,
         )
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()

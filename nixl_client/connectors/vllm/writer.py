@@ -47,7 +47,12 @@ class Writer:
         counters: Counters,
         options: VllmOptions,
         model_name: str,
+        *,
+        is_writer: bool = True,
+        may_be_encoded: bool = True,
     ) -> None:
+        """Chunks that servers may encode are told with the layout of their keys and values."""
+        self._is_writer = is_writer
         self._client = client
         self._content_class = options.content_class
         self._rank = rank
@@ -67,7 +72,7 @@ class Writer:
             {"model": model_name, "dtype": element, "layout": LAYOUT_ID, "tokens": str(layout.chunk_tokens)}
         )
         self._kv_layout = None
-        if element in ELEMENT_BYTES:
+        if element in ELEMENT_BYTES and may_be_encoded:
             self._kv_layout = KvLayout(layout.num_layers, layout.chunk_tokens, heads * head_dim, element)
         self._accept = accept_of(options.lossy, states.dtype, options.max_error)
         self._changed = threading.Condition()
@@ -80,7 +85,9 @@ class Writer:
         now_s = time.monotonic()
         with self._changed:
             for job in jobs:
-                if job.job_id in lossy:
+                if not self._is_writer:
+                    self._carry_out(self._ledger.refuse(job, now_s))
+                elif job.job_id in lossy:
                     self._counters.add(lossy_unstored_chunks=job.chunk_range.chunk_count)
                     self._carry_out(self._ledger.refuse(job, now_s))
                 else:
