@@ -46,8 +46,9 @@ def published(
     loads: DeliveryCosts,
     accept: Accept | None = None,
 ) -> dict[str, Any]:
-    """The document. Costs are left out until enough steps have been timed. The encoded chunks that the engine
-    takes are empty texts where it takes none, or has no bound.
+    """The document. An engine that loads ahead of its requests gives chunks of one layer, for it computes none while
+    others come. Costs are left out until enough steps have been timed. The encoded chunks that the engine takes are
+    empty texts where it takes none, or has no bound.
     """
     found = {
         "deployment": deployment.model,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from descriptors.descriptor import LAYER_COMPUTE_US_MAX, Accept
+from descriptors.descriptor import LAYER_COMPUTE_US_MAX, PER_LAYER_CHUNK_BYTES_MAX, Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, DeliveryCosts, PrefillCosts, advise, loadable_chunks
 from nixl_client.client import Client
@@ -80,7 +80,9 @@ class SchedulerSide:
         self._counters = counters
         self._requests: dict[str, EngineRequest] = {}
         self._adapters = Adapters()
-        self._layout = layout
+        self._layout = self._advised_layout = layout
+        if is_ahead and layout.chunk_bytes <= PER_LAYER_CHUNK_BYTES_MAX:  # computing hides nothing of a load
+            self._advised_layout = ChunkLayout(1, layout.chunk_tokens, layout.chunk_bytes)
         self._costs: PrefillCosts | None = None
         self._load_costs = DeliveryCosts()
 
@@ -92,7 +94,7 @@ class SchedulerSide:
     def published(self) -> dict[str, Any]:
         """The document that the engine publishes."""
         return published(
-            self._ledger.deployment, self._layout, self._options.endpoint, self._options.bucket, self._costs,
+            self._ledger.deployment, self._advised_layout, self._options.endpoint, self._options.bucket, self._costs,
             self._load_costs, self._accept,
         )  # fmt: skip
 
@@ -232,7 +234,7 @@ class SchedulerSide:
         loads = self._load_costs
         return AdviceRequest(
             context_tokens=context_tokens,
-            layout=self._layout,
+            layout=self._advised_layout,
             prefill=self._costs,
             bytes_per_s=0.0,
             layer_major=loads,
@@ -247,9 +249,6 @@ class SchedulerSide:
         compute = self._compute(context_tokens, computed_tokens)
         if compute is None or not tracked.matched_chunks:
             return None
-        if self._is_ahead:  # computing hides nothing of the load
-            chunk_tokens, chunk_bytes = self._layout.chunk_tokens, self._layout.chunk_bytes
-            compute = replace(compute, layout=ChunkLayout(1, chunk_tokens, chunk_bytes))
         advice = advise(tracked.matched_chunks, compute, tracked.rate_bytes_per_s)
         stored_chunks = computed_tokens // self._grid.chunk_tokens + loadable_chunks(tracked.matched_chunks, compute)
         if advice.chunk_count < stored_chunks:

@@ -411,6 +411,23 @@ class TestSchedulerSide:
         assert store.asked_with == []
         assert side.take_step(Work.of([(200, 0)])).layer_compute_us == 0
 
+    @pytest.mark.parametrize(("is_ahead", "offered", "layers"), [(False, 96, 4), (True, 0, 1)])
+    def test_ahead_of_a_request_nothing_hides_the_load(self, is_ahead: bool, offered: int, layers: int) -> None:
+        """A chunk of 3.2 ms of computing takes 3.3 ms to load, of which computing the rest may hide the most. Routers
+        are told so, too.
+        """
+        store, tokens = PlayedStore(ChunkLayout(1, 32, 64)), list(range(200))
+        ledger = SchedulerLedger(ONE_RANK, Grid(32, 32), 100, is_storing=True, is_ahead=is_ahead)
+        client: Any = store
+        layout = ChunkLayout(4, 32, 16_384)
+        side = SchedulerSide(client, OPTIONS, Grid(32, 32), ledger, Counters(), layout, is_ahead=is_ahead)
+        store.rate_bytes_per_s = 20e6
+        self.known(side)
+        self.fill(store, tokens)
+        assert side.match(Request(tokens), 0) == offered
+        told = side.published()["deployment"]
+        assert (told["num_layers"], told["layer_chunk_bytes"]) == (layers, 65_536 // layers)
+
     def test_what_is_sooner_computed_is_not_loaded(self) -> None:
         """100 us a token and 64 KiB a chunk of 32 tokens: break-even at 20.5 MB/s."""
         tokens = list(range(200))
