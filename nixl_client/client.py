@@ -373,9 +373,7 @@ class Client:
             accept=accept,
             version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
         )
-        place = FetchPlace(target, offset, _filled_bytes(descriptor, places), tuple(places))
-        if offset < 0 or offset + place.nbytes > target.nbytes:
-            raise ValueError(f"{place.nbytes} bytes from {offset} on do not fit {target.nbytes}")
+        place = FetchPlace.of(descriptor, target, offset, places)
         if route.fetches is not None:
             agent_id = route.fetches.agent.agent_id()
             start = route.region_offset + offset
@@ -474,21 +472,6 @@ class Client:
         if route.fetches is None:
             raise RuntimeError("ucx is a one-sided transport")
         return Registered(route.fetches.agent, route.region_id)
-
-
-def _filled_bytes(descriptor: Descriptor, places: Sequence[int]) -> int:
-    """The bytes of the buffer, from the first place on, that the delivery may fill. Raises ValueError for places that
-    no descriptor may have.
-    """
-    if not places:
-        return descriptor.delivery_bytes
-    if descriptor.delivery is not Delivery.CHUNK_MAJOR or descriptor.accept is not None:
-        raise ValueError("places go with chunk-major delivery of exact chunks")
-    chunk_bytes = descriptor.layout.chunk_bytes
-    steps = np.diff(np.sort(np.array(places, dtype=np.int64)), prepend=-chunk_bytes)
-    if len(places) != descriptor.chunk_count or (steps < chunk_bytes).any():
-        raise ValueError("there is a place for each chunk, and no two overlap")
-    return max(places) + chunk_bytes
 
 
 def _counted(matched: int, chunk_keys: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,24 @@ class FetchPlace:
     offset: int
     nbytes: int
     places: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, descriptor: Descriptor, buffer: Buffer, offset: int, places: Sequence[int]) -> FetchPlace:
+        """The bytes that the delivery may fill. Raises ValueError for places that no descriptor may have, and where the
+        buffer ends before.
+        """
+        nbytes = descriptor.delivery_bytes
+        if places:
+            if descriptor.delivery is not Delivery.CHUNK_MAJOR or descriptor.accept is not None:
+                raise ValueError("places go with chunk-major delivery of exact chunks")
+            chunk_bytes = descriptor.layout.chunk_bytes
+            steps = np.diff(np.sort(np.array(places, dtype=np.int64)), prepend=-chunk_bytes)
+            if len(places) != descriptor.chunk_count or (steps < chunk_bytes).any():
+                raise ValueError("there is a place for each chunk, and no two overlap")
+            nbytes = max(places) + chunk_bytes
+        if offset < 0 or offset + nbytes > buffer.nbytes:
+            raise ValueError(f"{nbytes} bytes from {offset} on do not fit {buffer.nbytes}")
+        return cls(buffer, offset, nbytes, tuple(places))
 
     def overlaps(self, other: FetchPlace) -> bool:
         """Whether the two have some of the same bytes."""
