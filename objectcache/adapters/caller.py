@@ -12,6 +12,14 @@ CALLER: ContextVar[str] = ContextVar("the access key that this task works for", 
 """A write waits for room, and a query for its turn, for an access key. Upkeep has none: it is a caller of its own."""
 
 
+def work_for(access_key: str) -> None:
+    """This task works for the access key. The server's own key, which is empty, changes nothing: what one part of a
+    server asks of another one it asks for its caller.
+    """
+    if access_key:
+        CALLER.set(access_key)
+
+
 class CallerTurns:
     """Up to `running_max` hold a turn at once, and of one caller up to `each_max`. The callers that wait get theirs one
     after the other, each in its own order. Used on one event loop.

@@ -27,7 +27,7 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import Body
 from descriptors.units import GIB
-from objectcache.adapters.caller import CALLER
+from objectcache.adapters.caller import work_for
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.bound import reserved_in
@@ -84,19 +84,21 @@ class Objects(Reads):
         return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
 
     async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
+        work_for(access_key)
         await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, self.now_s(), cache))
 
     async def create_bucket_anew(self, access_key: str, bucket: str) -> None:
         """Create a bucket as `create_bucket` does, and before that delete what was put into one of its name when that
         was gone. Other writes go between the changes.
         """
+        work_for(access_key)
         create = partial(transaction.create_bucket_anew, bucket=bucket, owner=access_key, most=REMOVED_AT_ONCE)
         while not await self._change(partial(create, now_s=self.now_s())):
             pass
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         """Other writes go between the changes: each unfinished upload is deleted in one of its own."""
-        CALLER.set(access_key)
+        work_for(access_key)
         self._index.here(lambda db: transaction.require_empty(db, bucket))
         first = partial(queries.uploads_page, name=bucket, key="", upload_id=None, wanted="", limit=UPLOADS_AT_ONCE)
         while uploads := await self._index.threaded(first):
@@ -107,13 +109,14 @@ class Objects(Reads):
         await self._change(lambda tx: transaction.delete_bucket(tx, bucket), frees=True)
 
     async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
+        work_for(access_key)
         await self._change(lambda tx: transaction.set_lifecycle(tx, bucket, rules))
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         """Store a whole object. On return it is visible, and durable as the mode promises; after an error it is not
         visible at all.
         """
-        CALLER.set(access_key)
+        work_for(access_key)
         check_size(request.nbytes, self._object_bytes_max)
         self._committer.require_space()
         created_at = self._index.here(lambda db: _check_before_body(db, request))
@@ -142,7 +145,7 @@ class Objects(Reads):
         """Copy an object. The copy shares the source's bytes. They are read only for a checksum that the source lacks,
         and for the ETag of a source that came in parts: the copy is one object.
         """
-        CALLER.set(access_key)
+        work_for(access_key)
         for _ in range(COPY_ATTEMPTS_MAX):
             source = self._index.here(lambda db: _find_source(db, request.source))
             check_size(source.info.nbytes, self._object_bytes_max)
@@ -186,17 +189,19 @@ class Objects(Reads):
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
     ) -> None:
+        work_for(access_key)
         await self._change(lambda tx: transaction.remove(tx, bucket, key, condition), frees=True)
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         """Other writes go between the changes: S3 does not ask for all or nothing, and one change of a thousand objects
         with many parts would keep everybody waiting.
         """
-        CALLER.set(access_key)
+        work_for(access_key)
         await remove_keys(partial(self._change, frees=True), bucket, keys)
         return []
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
+        work_for(access_key)
         await self._change(lambda tx: transaction.set_tags(tx, bucket, key, tags))
 
 

@@ -23,7 +23,7 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import ObjectRead
 from descriptors.units import GIB
-from objectcache.adapters.caller import CALLER
+from objectcache.adapters.caller import work_for
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.index import queries, transaction
@@ -81,7 +81,7 @@ class Reads:
         return self._index.here(lambda db: queries.bucket(db, bucket))
 
     async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        CALLER.set(access_key)
+        work_for(access_key)
         return await self._index.threaded(queries.buckets)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
@@ -97,7 +97,7 @@ class Reads:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """The object as it is now; its bytes stay readable until the context ends."""
-        CALLER.set(access_key)
+        work_for(access_key)
         async with (
             self._found_read(request) as (head, extents),
             self._reading(access_key, extents),
@@ -141,14 +141,10 @@ class Reads:
         """
 
         async def find() -> tuple[StoredObject | None, list[Extent]]:
-            stored = self.stored(bucket, key)
-            extents: list[Extent] | None = None
-            if stored is not None:
-                span = ByteRange(0, stored.info.nbytes)
-                extents = self._index.here(lambda db: _extents(db, stored, span, extents_max=EXTENTS_HERE))
-                if extents is None:
-                    await held.at_least(checksum_bytes(span.length))
-                    extents = await self._index.threaded(lambda db: _extents(db, stored, span, extents_max=None))
+            stored, extents = self._index.here(lambda db: _find_stored(db, bucket, key, extents_max=EXTENTS_HERE))
+            if stored is not None and extents is None:
+                await held.at_least(checksum_bytes(stored.info.nbytes))
+                stored, extents = await self._index.threaded(lambda db: _find_stored(db, bucket, key, extents_max=None))
             return stored, extents or []
 
         async with self._checksums.holding() as held, pinned(self._files, find) as found:
@@ -173,11 +169,11 @@ class Reads:
         self.damaged.note(bucket, key, self.locations(bucket, key))
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
-        CALLER.set(access_key)
+        work_for(access_key)
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
 
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
-        CALLER.set(access_key)
+        work_for(access_key)
         self._index.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
@@ -202,6 +198,18 @@ def _find_read(
         span = resolve_range(request.range, found.info.nbytes)
     head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
     return head, _extents(db, found, span, extents_max=extents_max)
+
+
+def _find_stored(
+    db: sqlite3.Connection, bucket: str, key: str, *, extents_max: int | None
+) -> tuple[StoredObject | None, list[Extent] | None]:
+    """What a key shows, and where: of one state of the index, since an object that was replaced has no extents. They
+    are None where they are many (see `_extents`).
+    """
+    found = transaction.find_object(db, bucket, key)
+    if found is None:
+        return None, None
+    return found, _extents(db, found, ByteRange(0, found.info.nbytes), extents_max=extents_max)
 
 
 def _extents(

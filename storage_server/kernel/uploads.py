@@ -26,7 +26,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
-from objectcache.adapters.caller import CALLER
+from objectcache.adapters.caller import work_for
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.bodies import BodyWriter
 from storage_server.kernel.data.bound import reserved_in
@@ -66,12 +66,13 @@ class Uploads:
         self._objects = objects
 
     async def create_upload(self, access_key: str, request: UploadRequest) -> str:
+        work_for(access_key)
         upload_id = secrets.token_urlsafe(24)
         await self._commit(lambda tx: upload_changes.create_upload(tx, request, upload_id, self._objects.now_s()))
         return upload_id
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
-        CALLER.set(access_key)
+        work_for(access_key)
         check_part(request.part_number, request.nbytes, self._part_bytes_max)
         self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
@@ -84,7 +85,7 @@ class Uploads:
             return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
-        CALLER.set(access_key)
+        work_for(access_key)
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         async with self._objects.open_object(access_key, request.source) as read:
             if CODEC_HEADER in read.head.info.attributes.headers:
@@ -102,18 +103,20 @@ class Uploads:
                 return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
+        work_for(access_key)
         most = self._whole_bytes_max
         return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, self._objects.now_s(), most))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
+        work_for(access_key)
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)
 
     async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
-        CALLER.set(access_key)
+        work_for(access_key)
         return await self._reader.threaded(lambda db: queries.parts(db, upload, part_number_marker, max_parts))
 
     async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
-        CALLER.set(access_key)
+        work_for(access_key)
         self._reader.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:

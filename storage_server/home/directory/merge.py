@@ -31,6 +31,8 @@ TABLES = (
     "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
 )
+Named = tuple[TouchedKind, str, str]
+"""A Touched, or the plain tuple of it: the collection of garbage, for which all threads stop, does not follow those."""
 FORGOTTEN_ROWS = 2_000
 """So many rows go in one change, which others wait for."""
 _ORDER: dict[TouchedKind, int] = {"object": 0, "part": 1, "upload": 2, "bucket": 3}
@@ -91,6 +93,21 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
     return sorted(records, key=lambda record: _ORDER[record.about.kind])
 
 
+def written_rows(db: sqlite3.Connection, touched: Iterable[Touched]) -> tuple[int, int]:
+    """About how many rows, and bytes of checksums, the records of these things have, without their being read."""
+    rows, nbytes = 0, 0
+    for about in dict.fromkeys(touched):
+        sql, version = "SELECT count(*), coalesce(sum(length(blocks)), 0) FROM extents WHERE version = ?", None
+        if about.kind == "object":
+            found = db.execute("SELECT version FROM objects WHERE bucket = ? AND key = ?", about[1:]).fetchone()
+            version = None if found is None else found[0]
+        elif about.kind == "part":
+            sql, version = f"{sql} AND part_number = {int(about.key)}", _upload_version(db, about.name)
+        body_count, body_bytes = (0, 0) if version is None else db.execute(sql, (version,)).fetchone()
+        rows, nbytes = rows + 1 + body_count, nbytes + body_bytes
+    return rows, nbytes
+
+
 def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[Record]:
     """Records that take others back which the own journal has and the index has not: what `db`, a connection that sees
     the index before them, shows of their things, and of the parts of their uploads, which end with an upload. A stamp
@@ -115,7 +132,7 @@ def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iter
         _note(db, writer, generation, record, now_s)
 
 
-def note_rewritten(db: sqlite3.Connection, writer: str, generation: int, kept: Iterable[Touched]) -> None:
+def note_rewritten(db: sqlite3.Connection, writer: str, generation: int, kept: Iterable[Named]) -> None:
     """Note that a new generation of the own journal has these."""
     sql = "UPDATE records SET generation = ? WHERE kind = ? AND name = ? AND key = ? AND writer = ?"
     db.executemany(sql, [(generation, *about, writer) for about in kept])
@@ -189,7 +206,7 @@ def kept(db: sqlite3.Connection, writer: str, gone_after_s: float) -> Iterator[R
     what was deleted after `gone_after_s`, or hides another journal's record.
     """
     sql = "SELECT kind, name, key, stamp, is_gone, noted_at FROM records WHERE writer = ?"
-    for kind, name, key, stamp, is_gone, noted_at in db.execute(sql, (writer,)).fetchall():
+    for kind, name, key, stamp, is_gone, noted_at in db.execute(sql, (writer,)):  # a list of all is freed at once
         about = Touched(kind, name, key)
         holding = _holding(db, about)
         if holding is None or holding[:2] != (stamp, writer):
@@ -238,13 +255,16 @@ def _shown_rows(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...]
         sql = "SELECT bucket, key, owner, initiated_at, attributes FROM uploads WHERE upload_id = ?"
         return db.execute(sql, (about.name,)).fetchone(), ()
     version = _upload_version(db, about.name) or _upload_version(db, about.name, "waiting_uploads")
-    bodies = tuple(body for body in _bodies(db, version) if body.part_number == int(about.key))
+    bodies = _bodies(db, version, int(about.key))
     return (() if bodies else None), bodies
 
 
-def _bodies(db: sqlite3.Connection, version: int | None) -> tuple[BodyRow, ...]:
-    sql = f"SELECT {_BODY_COLUMNS} FROM extents WHERE version = ? ORDER BY part_number"
-    return tuple(BodyRow(*row) for row in db.execute(sql, (version,)).fetchall())
+def _bodies(db: sqlite3.Connection, version: int | None, part_number: int | None = None) -> tuple[BodyRow, ...]:
+    """Those of a version, or of one part of it: an upload has thousands, and each new one is recorded by itself."""
+    sql = f"SELECT {_BODY_COLUMNS} FROM extents WHERE version = ?"
+    if part_number is not None:
+        sql += f" AND part_number = {part_number}"
+    return tuple(BodyRow(*row) for row in db.execute(f"{sql} ORDER BY part_number", (version,)).fetchall())
 
 
 def _upload_version(db: sqlite3.Connection, upload_id: str, table: str = "uploads") -> int | None:

@@ -43,6 +43,7 @@ from storage_server.home.directory.rules.records import (
     framed,
     writer_of,
 )
+from storage_server.home.directory.rules.shares import WrittenShares
 from storage_server.home.directory.upkeep import SharedUpkeep
 from storage_server.home.service import OnChanged
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
@@ -95,6 +96,7 @@ class SharedDirectory:
         self._journal = OwnJournal(self._folder, disk)
         self._reserve = Reserve(self._folder)
         self._clock = StampClock(self.files.now_s, 0)
+        self._written = WrittenShares()
         self._mark = Mark(local)
         self._index = local / "index.sqlite3"
         space = Space(local, None)
@@ -192,7 +194,7 @@ class SharedDirectory:
     async def start(self) -> None:
         """Read all journals to their ends, and begin to follow them."""
         await asyncio.to_thread(self.files.beat)
-        await self.committer.commit(self._open_journal)
+        self.upkeep.rewritten_bytes = await self.committer.commit(self._open_journal)
         long_start = asyncio.get_running_loop().call_later(
             LONG_S, _log.warning, "reading what other servers have written to the shared directory: the first time, and"
             " after a long absence, that takes minutes",
@@ -228,21 +230,34 @@ class SharedDirectory:
         self.reader.close()
         self.files.close()
 
-    def _open_journal(self, tx: Transaction) -> None:
-        """In the committer's thread, which alone uses the journal."""
+    def _open_journal(self, tx: Transaction) -> int:
+        """In the committer's thread, which alone uses the journal. How long it was when it was written anew."""
         merge.prepare(tx)
         writer = self._membership.writer
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         self._clock.observe(merge.last_stamp(tx.db))
-        self._journal.open(generation, position, merge.coming(tx.db))
+        coming = merge.coming(tx.db)
+        self._journal.open(generation, position, coming)
         self.catch_up(tx)
+        return coming[1] if coming[0] == self._journal.generation else 0
 
-    def check(self, tx: Transaction, touched: Sequence[Touched]) -> None:
-        """Refuse a change that names files of others while the journals were not all read lately. Raises ServerError;
-        the change alone is undone.
+    def check(self, tx: Transaction, touched: Sequence[Touched], caller: str) -> int:
+        """Refuse a change that names files of others while the journals were not all read lately, and one of a caller
+        that has written so much that other servers would soon read this journal late. Raises ServerError; the change
+        alone is undone.
         """
-        if touched and not self._are_read_lately():
+        if not touched:
+            return 0
+        if not self._are_read_lately():
             self._require_read_journals(self._others(file_ids(merge.collected(tx.db, touched, 0))))
+        rows, nbytes = merge.written_rows(tx.db, touched)
+        removes_only = rows <= len(set(touched))
+        now_s = time.monotonic()
+        if caller and not removes_only and not self._written.may_write(caller, now_s):
+            problem = "this access key writes more than the other servers of the shared directory can read"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
+        self._written.spend(caller, rows, nbytes, now_s)
+        return rows
 
     def append_to_journal(self, tx: Transaction) -> None:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""

@@ -218,7 +218,8 @@ class Fetch:
             else:
                 await self._fetch(group_ends(self.layout, self._waves))
         except asyncio.CancelledError:
-            self._end_with(ServerError(ErrorCode.SLOW_DOWN, "the server is shutting down", retryable=True))
+            problem = "the fetch was broken off: the chunk has changed, or the server is shutting down"
+            self._end_with(ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True))
             raise
         except ObjectCacheError as error:
             self._end_with(error)

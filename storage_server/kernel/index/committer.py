@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.caller import CALLER
 from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.segments import Pending, WriteFile
 from storage_server.kernel.data.space import Space
@@ -37,6 +38,11 @@ from storage_server.kernel.rules.rows import Committed, Touched
 from storage_server.planning.durability import Durability
 
 PENDING_MAX = 2048
+TRANSACTION_S = 0.1
+TRANSACTION_ROWS = 2_000
+"""A transaction that has taken so long, or has so many rows for other servers' journals, takes no further change: a
+change of one caller may have thousands of rows, and those of all others wait for it.
+"""
 RELAXED_SYNC_INTERVAL_S = 1.0
 SHRINK_PAUSE_S = 0.05
 FAILURE_PAUSE_S = 0.1
@@ -56,8 +62,10 @@ class SharedJournal(Protocol):
     def catch_up(self, tx: Transaction) -> None:
         """The transaction begins: carry out the changes that the journal has and this index has lost."""
 
-    def check(self, tx: Transaction, touched: Sequence[Touched]) -> None:
-        """One change was carried out, and touched these. A ServerError undoes that change alone."""
+    def check(self, tx: Transaction, touched: Sequence[Touched], caller: str) -> int:
+        """One change was carried out for a caller, and touched these; about how many rows the journal takes for it. A
+        ServerError undoes that change alone.
+        """
 
     def append_to_journal(self, tx: Transaction) -> None:
         """Write down the changes of the transaction, which are all made. It is committed next."""
@@ -140,7 +148,7 @@ class Committer:
         if pending is not None:
             pending.file.hold()
             pending.may_be_named = True
-        self._queue.put(Job(change, pending, loop, future, frees))
+        self._queue.put(Job(change, pending, loop, future, frees, CALLER.get()))
         try:
             return await future
         finally:
@@ -176,16 +184,14 @@ class Committer:
         self._queue.sync_soon()
 
     def _run(self) -> None:
-        is_open = True
-        while is_open:
+        while not self._queue.is_over:
             batch = self._queue.take(self._pause_s())
-            is_open = not batch.is_last
             self._considered |= batch.files
             try:
                 if batch.jobs or self._considered:
                     self._carry_out(batch.jobs)
                 is_due = time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S
-                if is_due or batch.wants_sync or batch.is_last:
+                if is_due or batch.wants_sync or self._queue.is_over:
                     self._sync_relaxed()
                     self._reserve.keep()
                 self._freed.punch_due()
@@ -194,6 +200,7 @@ class Committer:
                 _log.exception("the committer goes on after this")
                 self._rollback()
                 for job in batch.jobs:
+                    job.is_left = False
                     if not job.is_settled:
                         job.error = index_error(error)
                 answer(batch.jobs)
@@ -209,30 +216,32 @@ class Committer:
         return None if is_idle else RELAXED_SYNC_INTERVAL_S
 
     def _carry_out(self, batch: list[Job]) -> None:
-        for job in batch:
-            job.failure = _write(job.pending, self._disk)
+        fresh = [job for job in batch if not job.is_written]
+        for job in fresh:
+            job.failure, job.is_written = _write(job.pending, self._disk), True
         if self._durability is Durability.STRICT:
-            written = [job for job in batch if job.pending is not None and job.failure is None]
+            written = [job for job in fresh if job.pending is not None and job.failure is None]
             failed = _sync({job.pending.file.file_id: job.pending.file for job in written if job.pending})
             for job in written:
                 if job.pending is not None:
                     job.failure = failed.get(job.pending.file.file_id)
         else:
-            self._keep_unsynced(batch)
+            self._keep_unsynced(fresh)
         try:
             dead = self._transact_in_parts(batch)
         except (sqlite3.Error, ServerError) as error:
             for job in batch:
                 job.error = job.error or index_error(error)
             answer(batch)
-            return
-        self._considered.clear()
-        if self._space.bound_bytes is not None:
-            self._space.measure()
-        answer(batch)
-        self._freed.add(dead)
-        if self._durability is Durability.STRICT:
-            self._freed.note_durable(self.db)
+        else:
+            self._considered.clear()
+            if self._space.bound_bytes is not None:
+                self._space.measure()
+            answer(batch)
+            self._freed.add(dead)
+            if self._durability is Durability.STRICT:
+                self._freed.note_durable(self.db)
+        self._queue.put_back([job for job in batch if job.is_left])
 
     def _transact_in_parts(self, batch: list[Job]) -> list[str]:
         """Carry the batch out; where something in it is refused, its halves one after the other, so that nobody's
@@ -272,6 +281,8 @@ class Committer:
         """Carry the batch out in one transaction; returns the files that no row names after it. Raises sqlite3.Error,
         and then nothing has changed.
         """
+        for job in batch:
+            job.is_left = False
         tx = Transaction(self.db, self._versions, synced=self._durability is Durability.STRICT)
         tx.released |= self._considered
         strict = self._durability is Durability.STRICT
@@ -280,10 +291,7 @@ class Committer:
             self.db.execute("BEGIN IMMEDIATE")
             if self._journal is not None:
                 self._journal.catch_up(tx)
-            for job in batch:
-                job.error = job.failure
-                if job.error is None:
-                    self._carry_out_one(tx, job)
+            self._carry_out_some(tx, batch)
             if self._journal is not None:
                 self._journal.append_to_journal(tx)
             # This write also replaces what a failed commit may have left in the log, before the files it named go.
@@ -294,7 +302,7 @@ class Committer:
             self._on_changes(tx.committed())
             self._space.doom(holes)
             self.transaction_count += 1
-            self.change_count += sum(job.error is None for job in batch)
+            self.change_count += sum(job.error is None and not job.is_left for job in batch)
         except BaseException:
             self._rollback()
             raise
@@ -305,14 +313,28 @@ class Committer:
         self._freed.add((), holes)
         return dead
 
-    def _carry_out_one(self, tx: Transaction, job: Job) -> None:
-        """A change may be carried out several times: it changes nothing but `tx`."""
-        touched_count = len(tx.touched)
+    def _carry_out_some(self, tx: Transaction, batch: Sequence[Job]) -> None:
+        """Carry out changes until the transaction is long enough. The others are left."""
+        until_s, row_count = time.monotonic() + TRANSACTION_S, 0
+        for number, job in enumerate(batch):
+            if number and (row_count >= TRANSACTION_ROWS or time.monotonic() >= until_s):
+                for later in batch[number:]:
+                    later.is_left = True
+                return
+            job.error = job.failure
+            if job.error is None:
+                row_count += self._carry_out_one(tx, job)
+
+    def _carry_out_one(self, tx: Transaction, job: Job) -> int:
+        """A change may be carried out several times: it changes nothing but `tx`. About how many rows the journal takes
+        for it.
+        """
+        touched_count, row_count = len(tx.touched), 0
         try:
             with tx.step():
                 job.result = job.change(tx)
                 if self._journal is not None:
-                    self._journal.check(tx, tx.touched[touched_count:])
+                    row_count = self._journal.check(tx, tx.touched[touched_count:], job.caller)
             if job.pending is not None:
                 job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
         except sqlite3.Error as error:
@@ -323,6 +345,7 @@ class Committer:
             job.error = error
             if job.pending is not None:
                 job.pending.may_be_named = False
+        return row_count
 
     def _rollback(self) -> None:
         if not self.db.in_transaction:

@@ -1117,11 +1117,11 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change is carried out, undone, and carried out again, as after a transaction that was refused."""
     once = Committer._carry_out_one
 
-    def carry_out(committer: Committer, tx: Transaction, job: Any) -> None:
+    def carry_out(committer: Committer, tx: Transaction, job: Any) -> int:
         with suppress(Exception), tx.step():
             job.change(tx)
             raise _UndoneError
-        once(committer, tx, job)
+        return once(committer, tx, job)
 
     monkeypatch.setattr(Committer, "_carry_out_one", carry_out)
 
