@@ -10,13 +10,13 @@ import errno
 import logging
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from descriptors.errors import ServerError
-from objectcache.adapters.threads import in_parts
 from storage_server.home.directory import merge
 from storage_server.home.directory.journal import OwnJournal, Rewrite
 from storage_server.home.directory.rules.records import BadRecordError, Record, framed
@@ -30,6 +30,7 @@ GONE_KEPT_S = 86_400.0
 """For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
 deletes.
 """
+MARKED_AT_ONCE = 500
 TAIL_FEW = 2_000
 TAIL_ROUNDS_MAX = 8
 """The tail becomes shorter from round to round, unless more is written than can be copied."""
@@ -100,7 +101,7 @@ class Rewriting:
         for _ in range(TAIL_ROUNDS_MAX):
             end, taken = await self._committer.commit(self._taken, frees=True)
             await self._io.run(partial(self._copy, rewrite, position, end))
-            await self._mark(rewrite, taken)
+            await self._mark(rewrite, deque[merge.Named](taken))
             self._noted_count += len(taken)
             position = end
             if len(taken) <= TAIL_FEW:
@@ -140,13 +141,14 @@ class Rewriting:
             self._snapshot.close()
             self._snapshot = None
 
-    def _write(self, snapshot: sqlite3.Connection) -> tuple[Rewrite, list[Touched]]:
+    def _write(self, snapshot: sqlite3.Connection) -> tuple[Rewrite, deque[merge.Named]]:
         """In a thread: the front of the new generation, and what it has."""
-        noted: list[Touched] = []
+        noted = deque[merge.Named]()
 
         def noting() -> Iterator[Record]:
             for record in merge.kept(snapshot, self._writer, time.time() - GONE_KEPT_S):
-                noted.append(record.about)
+                about = record.about
+                noted.append((about.kind, about.name, about.key))
                 yield record
 
         return self._journal.begin_rewrite(framed(noting())), noted
@@ -158,9 +160,12 @@ class Rewriting:
         """How far the journal is now, and what it has taken up to there that is not noted yet."""
         return self._journal.end, (self._tail or [])[self._noted_count :]
 
-    async def _mark(self, rewrite: Rewrite, abouts: list[Touched]) -> None:
-        """Note before it counts what the new generation has: a kill between the two must not make it look older."""
-        for _, part in in_parts(abouts):
+    async def _mark(self, rewrite: Rewrite, abouts: deque[merge.Named]) -> None:
+        """Note before it counts what the new generation has: a kill between the two must not make it look older. What
+        is noted is dropped bit by bit, since no other thread runs while a list of a million is freed.
+        """
+        while abouts:
+            part = [abouts.popleft() for _ in range(min(MARKED_AT_ONCE, len(abouts)))]
             note = partial(merge.note_rewritten, writer=self._writer, generation=rewrite.generation + 1, kept=part)
             await self._committer.commit(lambda tx: note(tx.db), frees=True)  # noqa: B023
 
