@@ -33,6 +33,8 @@ TABLES = (
 )
 Named = tuple[TouchedKind, str, str]
 """A Touched, or the plain tuple of it: the collection of garbage, for which all threads stop, does not follow those."""
+ROW_BYTES = 200
+"""About so much of a journal a record takes, or a body, beside its checksums."""
 FORGOTTEN_ROWS = 2_000
 """So many rows go in one change, which others wait for."""
 _ORDER: dict[TouchedKind, int] = {"object": 0, "part": 1, "upload": 2, "bucket": 3}
@@ -94,7 +96,7 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
 
 
 def written_rows(db: sqlite3.Connection, touched: Iterable[Touched]) -> tuple[int, int]:
-    """About how many rows, and bytes of checksums, the records of these things have, without their being read."""
+    """About how many rows and bytes the records of these things have, which are not read for it."""
     rows, nbytes = 0, 0
     for about in dict.fromkeys(touched):
         sql, version = "SELECT count(*), coalesce(sum(length(blocks)), 0) FROM extents WHERE version = ?", None
@@ -105,7 +107,7 @@ def written_rows(db: sqlite3.Connection, touched: Iterable[Touched]) -> tuple[in
             sql, version = f"{sql} AND part_number = {int(about.key)}", _upload_version(db, about.name)
         body_count, body_bytes = (0, 0) if version is None else db.execute(sql, (version,)).fetchone()
         rows, nbytes = rows + 1 + body_count, nbytes + body_bytes
-    return rows, nbytes
+    return rows, rows * ROW_BYTES + nbytes * 4 // 3  # checksums are written in base64
 
 
 def collected_before(db: sqlite3.Connection, records: Sequence[Record]) -> list[Record]:
