@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -105,3 +106,43 @@ async def test_whoever_has_waited_longest_runs_next(others: int, clock: Clock) -
     assert ran == list(range(40))
     is_over.set()
     await asyncio.gather(*crowd)
+
+
+async def test_a_caller_with_many_blocks_does_not_stand_in_front_of_others(clock: Clock) -> None:
+    """One with four thousand of some milliseconds kept another one's block waiting for half a minute."""
+    share = LoopShare()
+    ran: list[str] = []
+
+    async def block(caller: str) -> None:
+        async with share.turn(caller):
+            clock.now_s += 2 * loop_share.TURN_S
+            ran.append(caller)
+
+    crowd = [asyncio.create_task(block("a")) for _ in range(1000)]
+    await asyncio.sleep(0)
+    await asyncio.gather(block("b"), block("c"))
+    assert len(ran) <= 8
+    await asyncio.gather(*crowd)
+    assert len(ran) == 1002
+
+
+@pytest.mark.parametrize("others", [1, 3, 100])
+async def test_callers_whose_blocks_follow_each_other_take_turns(others: int, clock: Clock) -> None:
+    """A caller that has one block at a time must not run before the many of another one for ever."""
+    share, is_over = LoopShare(), asyncio.Event()
+    counts: Counter[str] = Counter()
+
+    async def again_and_again(caller: str) -> None:
+        while not is_over.is_set():
+            async with share.turn(caller):
+                clock.now_s += 2 * loop_share.TURN_S
+                counts[caller] += 1
+
+    tasks = [asyncio.create_task(again_and_again("a")) for _ in range(others)]
+    tasks.append(asyncio.create_task(again_and_again("b")))
+    async with asyncio.timeout(30):
+        while counts.total() < 400:  # noqa: ASYNC110 - the blocks tell nobody
+            await asyncio.sleep(0)
+    is_over.set()
+    await asyncio.gather(*tasks)
+    assert min(counts["a"], counts["b"]) >= 150
