@@ -95,13 +95,14 @@ async def route(parts: Orchestrator, http: web.BaseRequest, _: str) -> web.Respo
     """The engine that a request would go to, with every engine's terms; nothing is sent."""
     async with parts.bodies.of(http, OPERATORS) as body:
         kind = RequestKind.CHAT if b'"messages"' in body.raw else RequestKind.COMPLETIONS
-        asked = (await parts.bodies.read(http, body.raw, kind, ANYBODY)).asked
+        asked = (await parts.bodies.read(http, body, kind, ANYBODY)).asked
         body.becomes(b"", asked.nbytes)
         tokens = asked.tokens
         try:
             if tokens is None and asked.to_tokenize is not None:
                 headers = parts.access.forwarded(http, uuid.uuid4().hex)
-                tokens = await parts.tokens.of(asked, parts.roster.able(asked.model), headers, ANYBODY.name)
+                able = parts.roster.able(asked.model)
+                tokens = await parts.tokens.of(asked, able, headers, ANYBODY.name, OPERATORS)
             prompt = None if tokens is None or not len(tokens) else await parts.router.prompt(asked, tokens)
             everything = LeastTtft(SessionsAsTheyAre(parts.sessions), predicts_all=True)
             every = parts.router.decide(asked, "", prompt, policy=everything)

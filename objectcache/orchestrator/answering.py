@@ -71,13 +71,13 @@ class Answering:
         """Read the body, and answer it: as the same request was answered before, or by an engine."""
         parts = self._parts
         async with parts.bodies.of(self._http, parts.access.caller(self._http)) as body:
-            read = await parts.bodies.read(self._http, body.raw, self._kind, tenant)
+            read = await parts.bodies.read(self._http, body, self._kind, tenant)
             body.becomes(read.raw, read.asked.nbytes)
             model = read.asked.model
             identity = parts.roster.identity(model)
             key = f"{read.response_key} {identity}" if read.response_key and identity else None
             kept = None if key is None else parts.responses.find(key, time.monotonic())
-            held = HeldBytes(parts.answers, tenant.name)
+            held = HeldBytes(parts.answers, body.caller)
             if kept is not None and held.take(kept.nbytes):  # the cache may drop it while its client reads
                 receipt.reason = "exact hit"
                 body.drop()
@@ -138,7 +138,7 @@ class Answering:
             began_s=self._began_s,
             under_way=parts.under_way,
             cors=self._cors,
-            held=HeldBytes(parts.answers, tenant.name),
+            held=HeldBytes(parts.answers, body.caller),
             kept=Collected(parts.responses) if is_kept else None,
         )
 
@@ -174,7 +174,7 @@ class Answering:
         try:
             async with asyncio.timeout(parts.settings.admission.deadline_s):
                 able = parts.roster.able(asked.model)
-                tokens = await parts.tokens.of(asked, able, exchange.headers, exchange.tenant)
+                tokens = await parts.tokens.of(asked, able, exchange.headers, exchange.tenant, exchange.body.caller)
         except (NoTokensError, TimeoutError) as error:
             exchange.receipt.note = f"routed without its tokens: {str(error) or 'they were not made in time'}"
         else:
@@ -208,7 +208,7 @@ class Answering:
         refused: list[str] = []
         while len(tried) < ATTEMPTS_MAX:
             try:
-                async with parts.deciding.turn():
+                async with parts.deciding.turn(exchange.body.caller):
                     routed = self._decided(exchange, tried)
                     parts.router.sent(routed, exchange.asked, receipt.request_id, exchange.prompt)
             except NoEngineError as error:

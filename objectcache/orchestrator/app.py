@@ -93,7 +93,7 @@ async def answer(kind: RequestKind, parts: Orchestrator, http: web.BaseRequest) 
 
 async def models(parts: Orchestrator, http: web.BaseRequest) -> web.StreamResponse:
     """The models of all engines."""
-    held = HeldBytes(parts.answers, parts.access.tenant(http).name)
+    held = HeldBytes(parts.answers, parts.access.caller(http))
     body = parts.roster.models_body()
     if not held.take(len(body)):
         problem = "answers that clients have not read use all the memory they may have"

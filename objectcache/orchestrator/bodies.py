@@ -47,7 +47,8 @@ class BudgetedBody:
         self, http: web.BaseRequest, caller: str, settings: OrchestratorSettings, budget: DocumentBudget
     ) -> None:
         self._http = http
-        self._caller = caller
+        self.caller = caller
+        """Whose memory and turns the request takes."""
         self._settings = settings
         self._budget = budget
         self._counted_bytes = 0
@@ -67,7 +68,7 @@ class BudgetedBody:
     def drop(self) -> None:
         """The body is needed no more."""
         self.raw = b""
-        self._budget.give_back(self._caller, self._counted_bytes)
+        self._budget.give_back(self.caller, self._counted_bytes)
         self._counted_bytes = 0
 
     def becomes(self, raw: bytes, others_bytes: int) -> None:
@@ -76,7 +77,7 @@ class BudgetedBody:
         if nbytes > self._counted_bytes:
             self._take(nbytes - self._counted_bytes)
         else:
-            self._budget.give_back(self._caller, self._counted_bytes - nbytes)
+            self._budget.give_back(self.caller, self._counted_bytes - nbytes)
             self._counted_bytes = nbytes
         self.raw = raw
 
@@ -84,17 +85,17 @@ class BudgetedBody:
     def holding(self, nbytes: int) -> Iterator[None]:
         """Count so many bytes more within the block: another copy of the body. Raises Refusal."""
         try:
-            self._budget.take(self._caller, nbytes)
+            self._budget.take(self.caller, nbytes)
         except ObjectCacheError as error:
             raise _too_busy(error) from None
         try:
             yield
         finally:
-            self._budget.give_back(self._caller, nbytes)
+            self._budget.give_back(self.caller, nbytes)
 
     def _take(self, nbytes: int) -> None:
         try:
-            self._budget.take(self._caller, nbytes)
+            self._budget.take(self.caller, nbytes)
         except ObjectCacheError as error:
             raise _too_busy(error) from None
         self._counted_bytes += nbytes
@@ -144,8 +145,9 @@ class Bodies:
         """The body of a request, which is read when its block is entered. It counts among those of `caller`."""
         return BudgetedBody(http, caller, self._settings, self._budget)
 
-    async def read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
+    async def read(self, http: web.BaseRequest, body: BudgetedBody, kind: RequestKind, tenant: Tenant) -> ReadBody:
         """The parts of a body that decide, and the body as it may go on. Raises Refusal."""
+        raw = body.raw
         is_form = kind is RequestKind.OTHER and media_type_of(http.headers) == "multipart/form-data"
         if self._settings.tenant_salts and tenant.name and http.path not in SALTED | WITHOUT_BLOCKS:
             problem = (
@@ -171,7 +173,7 @@ class Bodies:
             with_key=self._keeps_answers and len(raw) <= KEPT_REQUEST_BYTES_MAX,
         )
         try:
-            return await self._readers.read(raw, order)
+            return await self._readers.read(raw, order, body.caller)
         except WrongRequestError as error:
             raise Refusal(400, str(error), param=error.field) from None
         except ReadingError as error:

@@ -129,7 +129,7 @@ class Dispatch:
         Refusal where there is no memory for it.
         """
         try:
-            body = await self._readers.edited(exchange.tenant, exchange.body.raw, drop, put, handed_over)
+            body = await self._readers.edited(exchange.body.caller, exchange.body.raw, drop, put, handed_over)
         except (ReadingError, WrongRequestError) as error:
             raise AttemptFailed(f"the body cannot be changed: {error}") from None
         with exchange.body.holding(len(body)):

@@ -67,7 +67,7 @@ class Prefill:
             return
         tried: list[str] = []
         while len(tried) < ENGINES_TRIED_MAX:
-            async with self._deciding.turn():
+            async with self._deciding.turn(exchange.body.caller):
                 try:
                     routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
                     elsewhere = self._router.decide(asked, "", prompt, policy=LeastTtft()).decision.prediction

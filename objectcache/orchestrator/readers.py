@@ -2,7 +2,8 @@
 
 A body that takes longer than READ_S, or more memory than a process may have, costs its sender an error, and this pool
 one process or two, which are started anew: a process may have been killed for another reason, so the body of one that
-ends is read once more in a new one. One tenant has at most half of the processes at a time.
+ends is read once more in a new one. One caller has at most half of the processes at a time: a tenant, or
+an address where there are no tenants.
 """
 
 from __future__ import annotations
@@ -102,59 +103,62 @@ class Readers:
             self._end(self._idle.pop())
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def read(self, raw: bytes, order: reading.Order) -> reading.ReadBody:
-        """Read a request's body. Raises WrongRequestError, ReadingError."""
+    async def read(self, raw: bytes, order: reading.Order, caller: str = "") -> reading.ReadBody:
+        """Read a request's body. `caller` has the turn; where none is named, the order's tenant. Raises
+        WrongRequestError, ReadingError.
+        """
+        caller = caller or order.tenant
         if len(raw) <= INLINE_BYTES:
-            async with self._share.turn():
+            async with self._share.turn(caller):
                 return reading.read_body(raw, order)
-        head, blobs = await self._asked(order.tenant, {"call": "read", "order": reading.packed_order(order)}, raw)
+        head, blobs = await self._asked(caller, {"call": "read", "order": reading.packed_order(order)}, raw)
         return reading.body_of(head, blobs, raw)
 
     async def edited(
-        self, tenant: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b""
+        self, caller: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b""
     ) -> bytes:
         """The body without some fields, and with others, and with what was handed over. Raises WrongRequestError,
         ReadingError.
         """
         if len(raw) + len(handed_over) <= INLINE_BYTES:
-            async with self._share.turn():
+            async with self._share.turn(caller):
                 return reading.edited(raw, drop, put, handed_over)
         head = {"call": "edit", "drop": list(drop), "put": dict(put)}
-        _, (changed,) = await self._asked(tenant, head, raw, handed_over)
+        _, (changed,) = await self._asked(caller, head, raw, handed_over)
         return changed
 
     async def handed_over(self, engine: str, answer: bytes) -> bytes:
         """The parameters, as JSON, that an engine's answer has for another engine. Long answers of one engine take
-        turns as those of a tenant do. Raises WrongRequestError, ReadingError.
+        turns as those of a caller do. Raises WrongRequestError, ReadingError.
         """
         if len(answer) <= INLINE_BYTES:
-            async with self._share.turn():
+            async with self._share.turn(engine):
                 return reading.handed_over(answer)
         _, (params,) = await self._asked(engine, {"call": "handed over"}, answer)
         return params
 
-    async def tokens(self, tenant: str, document: bytes) -> TokenIds:
+    async def tokens(self, caller: str, document: bytes) -> TokenIds:
         """The tokens of a `/tokenize` document, by the model's own files. Raises NoTokensError, ReadingError."""
-        _, (tokens,) = await self._asked(tenant, {"call": "tokens"}, document)
+        _, (tokens,) = await self._asked(caller, {"call": "tokens"}, document)
         return np.frombuffer(tokens, np.uint32)
 
-    async def answered_tokens(self, tenant: str, answer: bytes) -> TokenIds:
+    async def answered_tokens(self, caller: str, answer: bytes) -> TokenIds:
         """The tokens of an engine's answer. Raises NoTokensError, ReadingError."""
         if len(answer) <= INLINE_BYTES:
             try:
-                async with self._share.turn():
+                async with self._share.turn(caller):
                     return reading.answered_tokens(answer)
             except ValueError as error:
                 raise NoTokensError(str(error)) from None
-        _, (tokens,) = await self._asked(tenant, {"call": "answer"}, answer)
+        _, (tokens,) = await self._asked(caller, {"call": "answer"}, answer)
         return np.frombuffer(tokens, np.uint32)
 
-    async def _asked(self, tenant: str, head: Mapping[str, Any], *blobs: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    async def _asked(self, caller: str, head: Mapping[str, Any], *blobs: bytes) -> tuple[dict[str, Any], list[bytes]]:
         """The answer to a frame. A caller that hangs up while a process reads its frame leaves it to the process: one
-        that was ended would have to be started anew, for the next tenant's body.
+        that was ended would have to be started anew, for the next caller's body.
         """
         begun = asyncio.Event()
-        reading_it = asyncio.create_task(self._in_turn(tenant, head, blobs, begun))
+        reading_it = asyncio.create_task(self._in_turn(caller, head, blobs, begun))
         try:
             answer, answered = await asyncio.shield(reading_it)
         except asyncio.CancelledError:
@@ -171,9 +175,9 @@ class Readers:
         raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
 
     async def _in_turn(
-        self, tenant: str, head: Mapping[str, Any], blobs: Sequence[bytes], begun: asyncio.Event
+        self, caller: str, head: Mapping[str, Any], blobs: Sequence[bytes], begun: asyncio.Event
     ) -> tuple[dict[str, Any], list[bytes]]:
-        async with self.turn(tenant):
+        async with self.turn(caller):
             begun.set()
             try:
                 return await self._answered(head, blobs)
@@ -212,21 +216,21 @@ class Readers:
         return answer, answered
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """A place among the processes, of which one tenant has at most half. As many wait as are still free for others:
-        the first tenant has half of the places, the next one half of the rest.
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """A place among the processes, of which one caller has at most half. As many wait as are still free for others:
+        the first caller has half of the places, the next one half of the rest.
         """
-        if self._running[tenant] >= WAITING_MAX - self._running.total():
+        if self._running[caller] >= WAITING_MAX - self._running.total():
             raise ReadingError("too many large bodies wait to be read", is_busy=True)
-        own = self._turns.setdefault(tenant, asyncio.Semaphore((self._count + 1) // 2))
-        self._running[tenant] += 1
+        own = self._turns.setdefault(caller, asyncio.Semaphore((self._count + 1) // 2))
+        self._running[caller] += 1
         try:
             async with own, self._free:
                 yield
         finally:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant], self._turns[tenant]
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller], self._turns[caller]
 
     def _end(self, reader: _Reader) -> None:
         """End a process that is of no use any more."""

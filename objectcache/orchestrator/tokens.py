@@ -29,7 +29,7 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 TEMPLATE_TOKENS_MAX = 4096
 """A prompt has fewer tokens than bytes, but for those of its template."""
 AT_ONCE_BYTES_MAX = 4 << 20
-"""The prompts that one engine makes tokens of at once have no more bytes, half of them one tenant's. Others go without.
+"""The prompts that one engine makes tokens of at once have no more bytes, half of them one caller's. Others go without.
 """
 BLAMED_BYTES_MAX = 64 << 10
 """An engine that has no more than this to make tokens of, and does not answer, has failed."""
@@ -86,21 +86,24 @@ class Tokens:
         self._readers = readers
         self._breakers: WeakKeyDictionary[Engine, Breaker] = WeakKeyDictionary()
         self._at_once: WeakKeyDictionary[Engine, Counter[str]] = WeakKeyDictionary()
-        """The bytes of prompts that each engine has now, by tenant."""
+        """The bytes of prompts that each engine has now, by caller."""
 
     @property
     def are_made_here(self) -> bool:
         """Whether the model's own tokenizer makes them, so that no engine works for them."""
         return self._readers.has_tokenizer
 
-    async def of(self, asked: Asked, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str) -> TokenIds:
+    async def of(
+        self, asked: Asked, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str, caller: str
+    ) -> TokenIds:
         """The tokens of a prompt that is to be tokenized, from the first of these engines that answers. Each tenant has
-        those of its own prompts only: the time of an answer would say what others have sent. Raises NoTokensError.
+        those of its own prompts only: the time of an answer would say what others have sent. What they cost counts for
+        the caller. Raises NoTokensError.
         """
         document, digest = asked.to_tokenize or b"", bytes.fromhex(asked.document_digest)
         scope = b"\n".join((tenant.encode(), headers.get("Authorization", "").encode(errors="surrogateescape"), digest))
         if self.are_made_here:
-            return await self._made(scope, document, tenant)
+            return await self._made(scope, document, caller)
         if len(document) > AT_ONCE_BYTES_MAX:
             raise NoTokensError(f"the prompt has more than {AT_ONCE_BYTES_MAX} bytes, which no engine is asked for")
         # Always the same engines for a prompt, so that each may have its own answer kept: one that lies about tokens
@@ -119,12 +122,12 @@ class Tokens:
             if breaker.wait_s(time.monotonic()) > 0:
                 continue
             at_once = self._at_once.setdefault(engine, Counter())
-            if at_once and max(at_once.total(), 2 * at_once[tenant]) + len(document) > AT_ONCE_BYTES_MAX:
+            if at_once and max(at_once.total(), 2 * at_once[caller]) + len(document) > AT_ONCE_BYTES_MAX:
                 problem = f"{engine.name} makes tokens of too many prompts at once"
                 continue
             asked_count += 1
             try:
-                tokens = await self._asked(engine, breaker, document, headers, tenant)
+                tokens = await self._asked(engine, breaker, document, headers, caller)
             except NoTokensError as error:
                 problem = str(error)
                 continue
@@ -132,26 +135,26 @@ class Tokens:
             return tokens
         raise NoTokensError(problem)
 
-    async def _made(self, scope: bytes, document: bytes, tenant: str) -> TokenIds:
+    async def _made(self, scope: bytes, document: bytes, caller: str) -> TokenIds:
         key = hashlib.sha256(scope).digest()
         known = self._cache.find(key)
         if known is not None:
             return known
         try:
-            tokens = await self._readers.tokens(tenant, document)
+            tokens = await self._readers.tokens(caller, document)
         except ReadingError as error:
             raise NoTokensError(str(error)) from None
         self._cache.keep(key, tokens)
         return tokens
 
     async def _asked(
-        self, engine: Engine, breaker: Breaker, document: bytes, headers: Mapping[str, str], tenant: str
+        self, engine: Engine, breaker: Breaker, document: bytes, headers: Mapping[str, str], caller: str
     ) -> TokenIds:
         """Ask one engine. One that does not answer, or answers nonsense, fails a probe by that, unless it was asked for
         much: tenants choose how much that is, and must not choose which engines others have.
         """
         at_once = self._at_once.setdefault(engine, Counter())
-        at_once[tenant] += len(document)
+        at_once[caller] += len(document)
         asked_bytes = at_once.total()
         timeout = aiohttp.ClientTimeout(total=TOKENIZE_S + TOKENIZE_S_FOR_MIB * len(document) / (1 << 20))
         try:
@@ -166,7 +169,7 @@ class Tokens:
             breaker.succeeded()
             if answer.status != 200:
                 raise NoTokensError(f"/tokenize answers {answer.status}")
-            tokens = await self._readers.answered_tokens(tenant, said)
+            tokens = await self._readers.answered_tokens(caller, said)
             if len(tokens) > len(document) + TEMPLATE_TOKENS_MAX:
                 raise NoTokensError(f"/tokenize has {len(tokens)} tokens for {len(document)} bytes")
             return tokens
@@ -182,6 +185,6 @@ class Tokens:
             raise NoTokensError(problem) from None
         finally:
             breaker.gave_up()
-            at_once[tenant] -= len(document)
-            if not at_once[tenant]:
-                del at_once[tenant]
+            at_once[caller] -= len(document)
+            if not at_once[caller]:
+                del at_once[caller]

@@ -7,7 +7,7 @@ import json
 import math
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.response_cache import Kept
+from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.rules.observed_costs import TOKEN_US_DEFAULT
 from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.rules.reading import Order, ReadBody
@@ -121,6 +122,47 @@ async def test_clients_without_keys_have_their_memory_by_address() -> None:
             assert (await bed.complete(PROMPT)).status == 200
             quota = await bed.ask("PUT", f"/_orchestrator/pins/{'0' * 32}", {"engine": engines[0].url})
             assert quota.status == 200
+
+
+async def test_clients_without_keys_have_large_bodies_read_by_address() -> None:
+    """All of them were one tenant: eight bodies of 15 MiB that take long to read kept everybody's larger bodies out for
+    a minute.
+    """
+    long_prompt = list(range(10_000))
+    async with canned(1, replace(FAST, token_us=0.0)) as engines, orchestrated(engines) as bed:
+        readers = bed.orchestrator.readers
+        async with AsyncExitStack() as others:
+            for _ in range((readers._count + 1) // 2):  # as while large bodies of this address are read
+                await others.enter_async_context(readers.turn("127.0.0.1"))
+            busy_count = readers.busy_count
+            same = asyncio.create_task(bed.complete(long_prompt))
+            await until(lambda: readers.busy_count > busy_count)
+            connector = aiohttp.TCPConnector(local_addr=("127.0.0.7", 0))
+            async with aiohttp.ClientSession(connector=connector) as http:
+                asked = {"model": "canned", "prompt": long_prompt, "max_tokens": 4}
+                async with http.post(f"{bed.url}/v1/completions", json=asked) as answer:
+                    assert answer.status == 200
+            assert not same.done()
+        assert (await same).status == 200
+
+
+@pytest.mark.parametrize(("tenants", "caller"), [({"sk-b": Tenant("b")}, "b"), ({}, "127.0.0.1")])
+async def test_what_a_request_takes_of_the_loop_counts_for_its_caller(
+    tenants: dict[str, Tenant], caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four thousand small bodies of one tenant kept the next one's request waiting for half a minute, twice."""
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, tenants=tenants)) as bed:
+        share, callers = bed.orchestrator.deciding, []
+        turn_of = share.turn
+
+        def turn(caller: str = "") -> AbstractAsyncContextManager[None]:
+            callers.append(caller)
+            return turn_of(caller)
+
+        monkeypatch.setattr(share, "turn", turn)
+        answer = await bed.complete("a text", headers={"Authorization": "Bearer sk-b"})
+        assert answer.status == 200
+        assert callers == 3 * [caller]  # its body, its tokens and its decision
 
 
 @pytest.mark.usefixtures("small_connections")
@@ -323,9 +365,9 @@ async def test_a_client_that_hangs_up_ends_no_reading_process() -> None:
         await bed.ask("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
         started, read, begun = readers.started_count, readers.read, asyncio.Event()
 
-        async def begun_to_read(raw: bytes, order: Order) -> ReadBody:
+        async def begun_to_read(raw: bytes, order: Order, caller: str = "") -> ReadBody:
             begun.set()
-            return await read(raw, order)
+            return await read(raw, order, caller)
 
         readers.read = begun_to_read  # type: ignore[method-assign]
         for _ in range(20):
@@ -382,9 +424,9 @@ async def test_small_bodies_are_read_in_turns() -> None:
         count = 0
 
         @asynccontextmanager
-        async def turn(self) -> AsyncIterator[None]:
+        async def turn(self, caller: str = "") -> AsyncIterator[None]:
             self.count += 1
-            async with super().turn():
+            async with super().turn(caller):
                 yield
 
     share = CountedShare()

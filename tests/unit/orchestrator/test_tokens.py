@@ -88,4 +88,4 @@ async def test_no_engine_is_asked_for_the_tokens_of_a_prompt_that_is_too_large()
     asked = read_request(RequestKind.COMPLETIONS, {"model": "m", "prompt": "a" * AT_ONCE_BYTES_MAX}, {})
     made = Tokens(cast(aiohttp.ClientSession, None), TokenCache(1000), Readers())
     with pytest.raises(NoTokensError, match="which no engine is asked for"):
-        await made.of(asked, [cast(Engine, Nobody())], {}, "")
+        await made.of(asked, [cast(Engine, Nobody())], {}, "", "")
