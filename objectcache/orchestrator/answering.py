@@ -154,7 +154,9 @@ class Answering:
             for _ in range(ATTEMPTS_MAX):
                 await self._engine_comes(model, tenant, until_s)
                 needed = _tokens_about(exchange) + exchange.asked.output_tokens
-                async with parts.gate.admitted(receipt.request_id, tenant, needed, until_s) as exchange.place:
+                only = parts.roster.only_engine(model, self._home(exchange))
+                admitted = parts.gate.admitted(receipt.request_id, tenant, needed, until_s, only)
+                async with admitted as exchange.place:
                     receipt.waited_s += exchange.place.waited_s
                     if not parts.tokens.are_made_here:
                         await self._tokenize(exchange)
@@ -211,6 +213,8 @@ class Answering:
                 async with parts.deciding.turn(exchange.body.caller):
                     routed = self._decided(exchange, tried)
                     parts.router.sent(routed, exchange.asked, receipt.request_id, exchange.prompt)
+                    if exchange.place is not None:
+                        exchange.place.sent(routed.engine.name)
             except NoEngineError as error:
                 if error.status == 503 and parts.roster.may_come(exchange.asked.model):
                     return None
@@ -248,8 +252,7 @@ class Answering:
         """The engine. Raises NoEngineError."""
         parts, asked, receipt = self._parts, exchange.asked, exchange.receipt
         began_s = time.monotonic()
-        home = parts.kept_responses.engine(exchange.tenant, asked.previous) if asked.previous else None
-        home = home if home in parts.engines else None
+        home = self._home(exchange)
         if asked.previous and home is None and parts.settings.tenants:
             raise NoEngineError(f"no response {asked.previous!r} is known here", 404)
         routed = parts.router.decide(asked, receipt.request_id, exchange.prompt, without=tried, home=home)
@@ -257,6 +260,12 @@ class Answering:
         receipt.routed(routed.decision)
         parts.meter.decided(routed.decision, receipt.decide_s)
         return routed
+
+    def _home(self, exchange: Exchange) -> str | None:
+        """The engine that has the earlier response from which the request goes on; None where none is known."""
+        parts, previous = self._parts, exchange.asked.previous
+        home = parts.kept_responses.engine(exchange.tenant, previous) if previous else None
+        return home if home in parts.engines else None
 
     async def _sent(self, exchange: Exchange, routed: Routed) -> web.StreamResponse:
         """One attempt; the engine's books have the request until it ends, however it ends. Raises AttemptFailed."""

@@ -43,6 +43,11 @@ class Place:
         if gate is not None:
             gate.ended(self._request_id, time.monotonic() - self._placed_s)
 
+    def sent(self, engine: str) -> None:
+        """The request goes to this engine, and is at no other one any more."""
+        if self._gate is not None:
+            self._gate.sent(self._request_id, engine)
+
 
 class Gate:
     """Used on one event loop."""
@@ -57,11 +62,15 @@ class Gate:
         self.expired_count = 0
 
     @asynccontextmanager
-    async def admitted(self, request_id: str, tenant: Tenant, tokens: int, until_s: float) -> AsyncIterator[Place]:
-        """Run the block when it is the request's turn, which it waits for until `until_s`. Raises TooBusyError."""
+    async def admitted(
+        self, request_id: str, tenant: Tenant, tokens: int, until_s: float, engine: str = ""
+    ) -> AsyncIterator[Place]:
+        """Run the block when it is the request's turn, which it waits for until `until_s`. `engine` is the only one
+        that can answer it; empty where several can. Raises TooBusyError.
+        """
         began_s = time.monotonic()
         try:
-            await self._wait(request_id, tenant, tokens, until_s - began_s)
+            await self._wait(request_id, tenant, tokens, engine, until_s - began_s)
         except BaseException:
             self.admission.end(request_id)
             self._start()
@@ -100,6 +109,11 @@ class Gate:
         self.admission.end(request_id)
         self._start()
 
+    def sent(self, request_id: str, engine: str) -> None:
+        """A running request is at this engine now: the one where it was before may have room for another."""
+        self.admission.sent(request_id, engine)
+        self._start()
+
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share from now on, for its waiting requests, too."""
         self.admission.set_share(tenant)
@@ -111,8 +125,8 @@ class Gate:
             if turn is not None and not turn.done():
                 turn.set_result(True)
 
-    async def _wait(self, request_id: str, tenant: Tenant, tokens: int, within_s: float) -> None:
-        verdict = self.admission.offer(request_id, tenant, tokens)
+    async def _wait(self, request_id: str, tenant: Tenant, tokens: int, engine: str, within_s: float) -> None:
+        verdict = self.admission.offer(request_id, tenant, tokens, engine)
         while self.admission.displaced:
             turn = self._turns.get(self.admission.displaced.pop())
             if turn is not None and not turn.done():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.rules.admission import most_at_one
 from objectcache.orchestrator.rules.books import Load, SentRequest
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.engine_metrics import Published
@@ -94,11 +95,12 @@ class Router:
         places_max: int,
     ) -> None:
         """`places_max` requests may be with engines. One engine gets no more than half of them where others can take
-        the rest. All prefill engines together get no more than half of them, since other engines compute prompts, too.
+        the rest, and a request that only one can answer waits for it without a place (`rules.admission`). All prefill
+        engines together get no more than half of them, since other engines compute prompts, too.
         Else one that is well and answers nothing would keep everybody out.
         """
         self._engines = engines
-        self._most_at_one = max(1, places_max // 2)
+        self._most_at_one = most_at_one(places_max)
         self._index = index
         self._lookups = lookups
         self._pins = pins

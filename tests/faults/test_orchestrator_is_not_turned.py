@@ -23,7 +23,7 @@ from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.response_cache import Kept
-from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
 from objectcache.orchestrator.rules.observed_costs import TOKEN_US_DEFAULT
 from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.rules.reading import Order, ReadBody
@@ -437,3 +437,34 @@ async def test_small_bodies_are_read_in_turns() -> None:
     assert (await readers.answered_tokens("", b'{"tokens": [1, 2]}')).tolist() == [1, 2]
     assert await readers.handed_over("", b'{"kv_transfer_params": {"a": 1}}') == b'{"a": 1}'
     assert share.count == 4
+
+
+@pytest.mark.parametrize("reason", ["model", "response"])
+async def test_an_engine_that_answers_nothing_keeps_nobody_from_the_others(reason: str) -> None:
+    """Requests that only it could answer, for its model or since it has the earlier response, had all places for ten
+    minutes. It is well by its probes.
+    """
+    places = AdmissionSettings(active_max=4, queue_max=16)
+    asked: dict[str, Any] = {"model": "x", "input": "hello"}
+    async with (
+        canned(1, replace(FAST, model="x")) as silent,
+        canned(1, replace(FAST, model="y" if reason == "model" else "x")) as well,
+        orchestrated([*silent, *well], replace(QUICK, admission=places)) as bed,
+    ):
+        engines = bed.orchestrator.engines.values()
+        await until(lambda: all(engine.models for engine in engines))
+        if reason == "response":
+            await bed.ask("POST", f"/_orchestrator/engines/{well[0].url}/drain")
+            asked["previous_response_id"] = (await bed.ask("POST", "/v1/responses", asked)).json()["id"]
+            await bed.ask("POST", f"/_orchestrator/engines/{well[0].url}/undrain")
+            await until(lambda: all(engine.status().value == "up" for engine in engines))
+        silent[0].settings.token_us = 1e9
+        crowd = [asyncio.create_task(bed.ask("POST", "/v1/responses", asked)) for _ in range(8)]
+        await until(lambda: bed.orchestrator.gate.admission.waiting_count >= 4)
+        answer = await bed.ask("POST", "/v1/completions", {"model": well[0].settings.model, "prompt": PROMPT})
+        assert (answer.status, answer.engine) == (200, well[0].url)
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        admission = bed.orchestrator.gate.admission
+        await until(lambda: admission.active_count == admission.waiting_count == 0)

@@ -8,12 +8,16 @@ tenant with short prompts is not held up by one with long prompts. While several
 than its share of `active_max` goes before one that runs its share already, because requests that take long would
 otherwise collect the places. `orchestrator.gate` has the clock and ends what waits too long.
 
+A request that only one engine can answer runs while that engine has less than half of `active_max`. Otherwise it waits,
+and those behind it that may go elsewhere run: an engine that answers nothing would else collect all places.
+
 Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -47,11 +51,15 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that waits."""
+    """A request that waits. `engine` is the only one that can answer it; empty where several can. `number` is the order
+    in which requests came.
+    """
 
     request_id: str
     tenant: Tenant
     tokens: int
+    engine: str = ""
+    number: int = 0
 
 
 class Verdict(Enum):
@@ -65,14 +73,37 @@ class Verdict(Enum):
 @dataclass(slots=True)
 class _Queue:
     tenant: Tenant
-    waiting: OrderedDict[str, Waiting] = field(default_factory=OrderedDict)
-    """By request, first come first: a crowd that hangs up must not cost a search each."""
+    by_engine: dict[str, OrderedDict[str, Waiting]] = field(default_factory=dict)
+    """By the only engine that can answer a request, and by request, first come first: a crowd that hangs up must not
+    cost a search each.
+    """
+    count: int = 0
     deficit_tokens: float = 0.0
 
-    @property
-    def first(self) -> Waiting:
-        """The one whose turn comes next."""
-        return next(iter(self.waiting.values()))
+    def add(self, waiting: Waiting) -> None:
+        self.by_engine.setdefault(waiting.engine, OrderedDict())[waiting.request_id] = waiting
+        self.count += 1
+
+    def remove(self, waiting: Waiting) -> None:
+        same = self.by_engine[waiting.engine]
+        del same[waiting.request_id]
+        self.count -= 1
+        if not same:
+            del self.by_engine[waiting.engine]
+
+    def first(self, has_room: Callable[[str], bool]) -> Waiting | None:
+        """The one whose turn comes next, of those whose engines have room."""
+        firsts = (next(iter(same.values())) for engine, same in self.by_engine.items() if has_room(engine))
+        return min(firsts, key=lambda each: each.number, default=None)
+
+    def last(self) -> Waiting:
+        """The one that gives its place up: the last for the engine for which most wait."""
+        return next(reversed(max(self.by_engine.values(), key=len).values()))
+
+
+def most_at_one(active_max: int) -> int:
+    """The running requests that one engine has, where others can take the rest."""
+    return max(1, active_max // 2)
 
 
 class Admission:
@@ -80,8 +111,11 @@ class Admission:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
-        self._active: dict[str, str] = {}
+        self._active: dict[str, tuple[str, str]] = {}
+        """The tenant of each running request, and its engine; empty where that is not known yet."""
         self._active_by_tenant: dict[str, int] = {}
+        self._active_by_engine: Counter[str] = Counter()
+        self._offered_count = 0
         self._active_tenants: dict[str, Tenant] = {}
         """The tenants that run requests, with their shares."""
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
@@ -99,28 +133,41 @@ class Admission:
         """Waiting requests."""
         return len(self._waiting)
 
-    def offer(self, request_id: str, tenant: Tenant, tokens: int) -> Verdict:
-        """A request has come. A tenant that has waiting requests cannot overtake them with a new one."""
+    def offer(self, request_id: str, tenant: Tenant, tokens: int, engine: str = "") -> Verdict:
+        """A request has come. A tenant that has waiting requests cannot overtake them with a new one, unless their
+        engines have no room. `engine` is the only one that can answer the request; empty where several can.
+        """
         queue = self._queues.get(tenant.name)
-        if self._has_room(tenant) and (queue is None or not queue.waiting) and not self._waits_above(tenant.priority):
-            self._begin(request_id, tenant)
+        has_room = self._has_room(tenant) and self._has_engine_room(engine)
+        is_first = queue is None or queue.first(self._has_engine_room) is None
+        if has_room and is_first and not self._waits_above(tenant.priority):
+            self._begin(request_id, tenant, engine)
             return Verdict.RUNS
-        if self._is_crowding(queue):
-            return Verdict.REFUSED
-        if len(self._waiting) >= self.settings.queue_max:
-            victim = self._victim(tenant, queue)
-            if victim is None:
+        is_full = len(self._waiting) >= self.settings.queue_max
+        if is_full or self._is_crowding(queue):
+            last = self._victim(tenant, queue) if is_full and not self._is_crowding(queue) else None
+            last = self._own_victim(queue, engine) if last is None else last
+            if last is None:
                 return Verdict.REFUSED
-            last = next(reversed(victim.waiting))
-            self.displaced.append(last)
-            self.end(last)
+            self.displaced.append(last.request_id)
+            self.end(last.request_id)
             queue = self._queues.get(tenant.name)
         if queue is None:
             queue = self._queues[tenant.name] = _Queue(tenant)
-        waiting = Waiting(request_id, tenant, max(1, tokens))
-        queue.waiting[request_id] = waiting
+        self._offered_count += 1
+        waiting = Waiting(request_id, tenant, max(1, tokens), engine, self._offered_count)
+        queue.add(waiting)
         self._waiting[request_id] = waiting
         return Verdict.WAITS
+
+    def sent(self, request_id: str, engine: str) -> None:
+        """A running request is at this engine now, and not at another one any more: `start` may have more to start."""
+        running = self._active.get(request_id)
+        if running is not None:
+            tenant, before = running
+            self._leave_engine(before)
+            self._active[request_id] = tenant, engine
+            self._active_by_engine[engine] += 1
 
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share: `start` may have more to start."""
@@ -132,8 +179,10 @@ class Admission:
 
     def end(self, request_id: str) -> None:
         """The request runs no more, or waits no more."""
-        tenant = self._active.pop(request_id, None)
-        if tenant is not None:
+        running = self._active.pop(request_id, None)
+        if running is not None:
+            tenant, engine = running
+            self._leave_engine(engine)
             self._active_by_tenant[tenant] -= 1
             if not self._active_by_tenant[tenant]:
                 del self._active_by_tenant[tenant], self._active_tenants[tenant]
@@ -141,14 +190,14 @@ class Admission:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             queue = self._queues[waiting.tenant.name]
-            del queue.waiting[request_id]
+            queue.remove(waiting)
             self._forget_empty(queue)
 
     def start(self) -> list[Waiting]:
         """Those that run from now on, in order."""
         started: list[Waiting] = []
         while (waiting := self._next()) is not None:
-            self._begin(waiting.request_id, waiting.tenant)
+            self._begin(waiting.request_id, waiting.tenant, waiting.engine)
             started.append(waiting)
         return started
 
@@ -158,22 +207,30 @@ class Admission:
         return max(1, min(60, round(ahead * mean_service_s / max(1, self.settings.active_max))))
 
     def _next(self) -> Waiting | None:
-        able = [queue for queue in self._queues.values() if queue.waiting and self._has_room(queue.tenant)]
-        if not able:
+        firsts = {
+            name: first
+            for name, queue in self._queues.items()
+            if self._has_room(queue.tenant) and (first := queue.first(self._has_engine_room)) is not None
+        }
+        if not firsts:
             return None
+        able = [self._queues[name] for name in firsts]
         priority = max(queue.tenant.priority for queue in able)
         able = self._below_share([queue for queue in able if queue.tenant.priority == priority], priority)
         while True:
             for queue in able:
-                if queue.deficit_tokens >= queue.first.tokens:
-                    _, waiting = queue.waiting.popitem(last=False)
+                waiting = firsts[queue.tenant.name]
+                if queue.deficit_tokens >= waiting.tokens:
+                    queue.remove(waiting)
                     del self._waiting[waiting.request_id]
                     queue.deficit_tokens -= waiting.tokens
                     self._queues.move_to_end(queue.tenant.name)
                     self._forget_empty(queue)
                     return waiting
             # as many rounds at once as the nearest one needs
-            rounds = min((queue.first.tokens - queue.deficit_tokens) / _quantum(queue.tenant) for queue in able)
+            rounds = min(
+                (firsts[queue.tenant.name].tokens - queue.deficit_tokens) / _quantum(queue.tenant) for queue in able
+            )
             for queue in able:
                 queue.deficit_tokens += max(rounds, 1e-9) * _quantum(queue.tenant)
 
@@ -193,8 +250,9 @@ class Admission:
         ]
         return below or able
 
-    def _begin(self, request_id: str, tenant: Tenant) -> None:
-        self._active[request_id] = tenant.name
+    def _begin(self, request_id: str, tenant: Tenant, engine: str) -> None:
+        self._active[request_id] = tenant.name, engine
+        self._active_by_engine[engine] += 1
         self._active_tenants[tenant.name] = tenant
         self._active_by_tenant[tenant.name] = self._active_by_tenant.get(tenant.name, 0) + 1
 
@@ -202,36 +260,56 @@ class Admission:
         own = self._active_by_tenant.get(tenant.name, 0)
         return len(self._active) < self.settings.active_max and (tenant.active_max is None or own < tenant.active_max)
 
+    def _has_engine_room(self, engine: str) -> bool:
+        return not engine or self._active_by_engine[engine] < most_at_one(self.settings.active_max)
+
+    def _leave_engine(self, engine: str) -> None:
+        self._active_by_engine[engine] -= 1
+        if not self._active_by_engine[engine]:
+            del self._active_by_engine[engine]
+
     def _waits_above(self, priority: int) -> bool:
-        """Whether requests that go first, or whose turn is as near, wait for room."""
+        """Whether requests that go first, or whose turn is as near, wait for a place and could have it."""
         return any(
-            queue.waiting and queue.tenant.priority >= priority and self._has_room(queue.tenant)
+            queue.tenant.priority >= priority
+            and self._has_room(queue.tenant)
+            and queue.first(self._has_engine_room) is not None
             for queue in self._queues.values()
         )
 
     def _is_crowding(self, queue: _Queue | None) -> bool:
-        own = 0 if queue is None else len(queue.waiting)
+        own = 0 if queue is None else queue.count
         return own < len(self._waiting) and own >= TENANT_QUEUE_FRACTION * self.settings.queue_max
 
-    def _victim(self, tenant: Tenant, queue: _Queue | None) -> _Queue | None:
-        """The queue whose last request gives its place up: of the lowest priority below the tenant's own; or else of
+    def _victim(self, tenant: Tenant, queue: _Queue | None) -> Waiting | None:
+        """The request that gives its place up: the last one of the lowest priority below the tenant's own; or else of
         the tenant of the same priority that has most for its weight, and more than the tenant would have then.
         """
 
         def share(each: _Queue) -> float:
-            return len(each.waiting) / each.tenant.weight
+            return each.count / each.tenant.weight
 
-        full = [each for each in self._queues.values() if each.waiting and each is not queue]
+        full = [each for each in self._queues.values() if each is not queue]
         lowest = min((each.tenant.priority for each in full), default=tenant.priority)
         if lowest < tenant.priority:
-            return max((each for each in full if each.tenant.priority == lowest), key=share)
+            return max((each for each in full if each.tenant.priority == lowest), key=share).last()
         most = max((each for each in full if each.tenant.priority == tenant.priority), key=share, default=None)
-        own = (0 if queue is None else len(queue.waiting)) + 1
-        return most if most is not None and share(most) > own / tenant.weight else None
+        own = (0 if queue is None else queue.count) + 1
+        return most.last() if most is not None and share(most) > own / tenant.weight else None
+
+    def _own_victim(self, queue: _Queue | None, engine: str) -> Waiting | None:
+        """The tenant's own request that gives its place up: the last one for another engine, for which more wait than
+        for this one.
+        """
+        if queue is None:
+            return None
+        last = queue.last()
+        most, own = len(queue.by_engine[last.engine]), len(queue.by_engine.get(engine, ()))
+        return last if last.engine and last.engine != engine and most > own + 1 else None
 
     def _forget_empty(self, queue: _Queue) -> None:
         """An idle tenant saves no turns up."""
-        if not queue.waiting:
+        if not queue.count:
             del self._queues[queue.tenant.name]
 
 

@@ -191,3 +191,45 @@ def test_while_others_wait_a_tenant_runs_no_more_than_its_share() -> None:
     for at in range(20):
         admission.end(f"heavy{at}")
     assert len(started(admission)) == 6  # nobody else waits
+
+
+def test_an_engine_that_answers_nothing_keeps_no_place_from_requests_for_others() -> None:
+    """A thousand requests for its model had all places, and every other model's requests got 503 for ten minutes."""
+    admission = Admission(AdmissionSettings(active_max=4, queue_max=8))
+    assert [admission.offer(f"x{at}", A, 1, "x") for at in range(6)] == [Verdict.RUNS] * 2 + [Verdict.WAITS] * 4
+    assert started(admission) == []
+    assert admission.offer("y0", A, 1, "y") is Verdict.RUNS, "the same tenant's for another engine do not wait behind"
+    assert admission.offer("any", B, 1) is Verdict.RUNS
+    assert admission.offer("y1", B, 1, "y") is Verdict.WAITS
+    admission.end("y0")
+    assert started(admission) == ["y1"]
+    admission.end("x0")
+    assert started(admission) == ["x2"]
+
+
+def test_requests_for_one_engine_do_not_keep_the_queue_from_those_for_others() -> None:
+    admission = Admission(AdmissionSettings(active_max=2, queue_max=4))
+    for at in range(5):
+        admission.offer(f"x{at}", A, 1, "x")
+    assert admission.offer("y0", A, 1, "y") is Verdict.RUNS
+    assert [admission.offer(f"y{at}", A, 1, "y") for at in range(1, 4)] == [Verdict.WAITS] * 2 + [Verdict.REFUSED]
+    assert admission.displaced == ["x4", "x3"]
+    assert admission.offer("x5", A, 1, "x") is Verdict.REFUSED
+    admission.end("y0")
+    assert started(admission) == ["y1"]
+
+
+def test_a_request_counts_at_the_engine_that_it_was_sent_to() -> None:
+    admission = Admission(AdmissionSettings(active_max=4, queue_max=8))
+    for name in ("a", "b"):
+        assert admission.offer(name, A, 1) is Verdict.RUNS
+        admission.sent(name, "x")
+    assert admission.offer("c", A, 1, "x") is Verdict.WAITS
+    assert started(admission) == []
+    admission.sent("b", "y")
+    assert started(admission) == ["c"]
+    admission.end("a")
+    admission.end("b")
+    admission.end("c")
+    admission.sent("c", "x")  # over already
+    assert [admission.offer(f"x{at}", A, 1, "x") for at in range(3)] == [Verdict.RUNS, Verdict.RUNS, Verdict.WAITS]
