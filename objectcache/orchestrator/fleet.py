@@ -10,10 +10,12 @@ from typing import Any
 
 import aiohttp
 
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.threads import to_end
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
 from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.policies import RoutingPolicy
@@ -22,6 +24,8 @@ from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettin
 from objectcache.orchestrator.waiting_for_engines import WaitingForEngines
 from objectcache.orchestrator.writing import Writing
 
+JOINED_AT_ONCE = 16
+"""So many engines of the registry join without giving the event loop a turn."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +58,10 @@ class Fleet:
         self._turns = FeedTurns()
         self.waiting = WaitingForEngines()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._following: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._wanted: Engines | None = None
+        """The engines that the registry has, where that was not followed yet."""
+        self._warnings = RareWarnings(_log)
         self._seeing_out: dict[asyncio.Task[None], Engine] = {}
         """The engines that have left and may still have requests."""
 
@@ -77,7 +84,8 @@ class Fleet:
 
     async def stop(self) -> None:
         """Watch no engine any more."""
-        tasks = (*self._watches.values(), *self._following, *self._seeing_out)
+        following = () if self._following is None else (self._following,)
+        tasks = (*self._watches.values(), *following, *self._seeing_out)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,32 +166,55 @@ class Fleet:
             self._drained(name, is_wanted=is_wanted)
 
     def follow(self, engines: Engines) -> None:
-        """The registry has these engines now."""
-        task = asyncio.create_task(self._follow(dict(engines)))
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
+        """The registry has these engines now, which the caller changes no more. Where it changes faster than engines
+        join, only its latest state is followed.
+        """
+        self._wanted = engines
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
 
-    async def _follow(self, engines: Engines) -> None:
-        """Join and leave engines as the registry has them. Those of options and of the own file stay."""
-        async with self._changing:
-            for name in self._of_registry - set(engines):
-                self._of_registry.discard(name)
-                if name in self.engines:
-                    await self._leave(name)
-            for name, (settings, is_draining) in engines.items():
-                known = self.engines.get(name)
-                if known is not None and name not in self._of_registry:
-                    continue
-                if known is not None:
-                    await self._replace(settings)
-                else:
-                    try:
-                        await self._join(settings)
-                    except ValueError as error:
-                        _log.warning("the engine %s of the registry does not join: %s", name, error)
-                        continue
-                    self._of_registry.add(name)
-                self._drained(name, is_wanted=is_draining)
+    async def _follow(self) -> None:
+        while self._wanted is not None:
+            async with self._changing:
+                engines, self._wanted = self._wanted, None
+                try:
+                    await self._join_and_leave(engines)
+                except MetadataError as error:
+                    self._warnings.warn("the engines of the registry cannot join: %.300r", str(error))
+
+    async def _join_and_leave(self, engines: Engines) -> None:
+        """Join and leave engines as the registry has them. Those of options and of the own file stay. Behind the first
+        one for which there is no room no further one is tried. Raises MetadataError.
+        """
+        for name in self._of_registry - set(engines):
+            self._of_registry.discard(name)
+            if name in self.engines:
+                await self._leave(name)
+        left_out: list[str] = []
+        for count, (name, (settings, is_draining)) in enumerate(engines.items()):
+            if not count % JOINED_AT_ONCE:
+                await asyncio.sleep(0)
+            known = self.engines.get(name)
+            if known is not None and name not in self._of_registry:
+                continue
+            if known is not None:
+                await self._replace(settings)
+            elif left_out or not await self._has_joined(settings):
+                left_out.append(name)
+                continue
+            self._of_registry.add(name)
+            self._drained(name, is_wanted=is_draining)
+        if left_out:
+            self._warnings.warn(
+                "%d engines of the registry do not join: no room for %.300r", len(left_out), left_out[0]
+            )
+
+    async def _has_joined(self, settings: EngineSettings) -> bool:
+        try:
+            await self._join(settings)
+        except ValueError:
+            return False
+        return True
 
     def _drained(self, name: str, *, is_wanted: bool) -> None:
         self.engines[name].liveness.drain(is_wanted=is_wanted)

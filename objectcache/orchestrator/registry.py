@@ -15,17 +15,24 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
 from typing import Any
 from urllib.parse import quote, unquote
 
 from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 ENTRY_BYTES_MAX = 16_384
 ENTRIES_MAX = 16_384
 """A kind has no more entries: 10,000 pins."""
+NAME_CHARACTERS_MAX = 2048
+"""An entry with a longer name below its kind does not count: names of tenants are quoted."""
+TOLD_AT_ONCE = 64
+"""So many entries are read without giving the event loop a turn."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 _log = logging.getLogger(__name__)
 Engines = Mapping[str, tuple[EngineSettings, bool]]
@@ -52,6 +59,7 @@ class EtcdRegistry:
         self._root = prefix.rstrip("/")
         self._engines: dict[str, tuple[EngineSettings, bool]] = {}
         self._tables: list[_Table] = []
+        self._warnings = RareWarnings(_log)
 
     async def start(self, followers: Followers) -> None:
         """Read everything, tell it, and tell every change from then on. Raises MetadataError where etcd does not
@@ -59,7 +67,7 @@ class EtcdRegistry:
         """
         await self._etcd.start()
         self._tables = [
-            _Table(self._etcd, f"{self._root}/{kind}/", on_change)
+            _Table(self._etcd, f"{self._root}/{kind}/", on_change, self._warnings)
             for kind, on_change in (
                 ("engines", lambda changed: followers.engines(self._taken(changed))),
                 ("pins", followers.pins),
@@ -126,20 +134,28 @@ class EtcdRegistry:
                     raise ValueError("it has another name than its key")
                 self._engines[name] = settings, is_draining
             except ValueError as error:
-                _log.warning("the entry engines/%s of etcd is no engine: %s", name, error)
+                self._warnings.warn("the entry %.300r of etcd is no engine: %.300r", name, str(error))
         return self._engines
 
 
 class _Table:
-    """The entries of one kind, as JSON objects. `on_change` gets those that have changed, with None for what is no more
-    and for what is no JSON object.
+    """The entries of one kind, as JSON objects. `on_change` gets those that have changed, some at a time, with None for
+    what is no more and for what is no JSON object. Whoever may write to etcd chooses how many there are, and how long.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, on_change: Callable[[Mapping[str, Document | None]], None]) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        prefix: str,
+        on_change: Callable[[Mapping[str, Document | None]], None],
+        warnings: RareWarnings,
+    ) -> None:
         self._etcd = etcd
         self._prefix = prefix
         self._on_change = on_change
-        self._values: dict[str, bytes] = {}
+        self._warnings = warnings
+        self._digests: dict[str, bytes] = {}
+        """By names: of the values that were told, or do not count."""
         self._revision = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -150,11 +166,9 @@ class _Table:
 
     async def _read(self) -> None:
         found = await self._etcd.range(self._prefix, ENTRIES_MAX)
-        values = {entry.key.removeprefix(self._prefix): entry.value for entry in found.entries}
-        gone: dict[str, Document | None] = {name: None for name in self._values if name not in values}
-        changed = {name: value for name, value in values.items() if self._values.get(name) != value}
-        self._values, self._revision = values, found.revision
-        self._on_change(gone | {name: self._document(name, value) for name, value in changed.items()})
+        values: dict[str, bytes | None] = {entry.key.removeprefix(self._prefix): entry.value for entry in found.entries}
+        self._revision = found.revision
+        await self._tell({name: None for name in self._digests if name not in values} | values)
 
     async def _watch(self) -> None:
         failures = 0
@@ -162,12 +176,8 @@ class _Table:
             try:
                 async for changes in self._etcd.watch(self._prefix, self._revision + 1):
                     failures = 0
-                    changed: dict[str, Document | None] = {}
-                    for change in changes:
-                        name = change.key.removeprefix(self._prefix)
-                        changed[name] = self._set(name, change.value)
-                        self._revision = max(self._revision, change.revision)
-                    self._on_change(changed)
+                    self._revision = max(self._revision, *(change.revision for change in changes))
+                    await self._tell({change.key.removeprefix(self._prefix): change.value for change in changes})
             except EtcdError as error:
                 failures += 1
                 if not isinstance(error, CompactedError):
@@ -181,19 +191,34 @@ class _Table:
                 _log.exception("following %s", self._prefix)
                 await asyncio.sleep(PAUSE_S_MAX)
 
-    def _set(self, name: str, value: bytes | None) -> Document | None:
-        if value is None:
-            self._values.pop(name, None)
-            return None
-        self._values[name] = value
-        return self._document(name, value)
+    async def _tell(self, values: Mapping[str, bytes | None]) -> None:
+        """Tell of those that have changed."""
+        rest = iter(values.items())
+        while some := dict(islice(rest, TOLD_AT_ONCE)):
+            changed = {name: self._document(name, value) for name, value in some.items() if self._is_new(name, value)}
+            if changed:
+                self._on_change(changed)
+            await asyncio.sleep(0)
 
-    def _document(self, name: str, value: bytes) -> Document | None:
+    def _is_new(self, name: str, value: bytes | None) -> bool:
+        """Note the value of an entry; whether it has changed, and counts."""
+        if value is None:
+            return self._digests.pop(name, None) is not None
+        known = self._digests.get(name)
+        if len(name) > NAME_CHARACTERS_MAX or (known is None and len(self._digests) >= ENTRIES_MAX):
+            self._warnings.warn("an entry of etcd does not count, for its name or as one too many: %.300r", name)
+            return False
+        digest = self._digests[name] = blake2b(value, digest_size=16).digest()
+        return digest != known
+
+    def _document(self, name: str, value: bytes | None) -> Document | None:
+        if value is None:
+            return None
         try:
             document = json.loads(value) if len(value) <= ENTRY_BYTES_MAX else None
             if not isinstance(document, dict):
                 raise ValueError("it must be a JSON object of a few KiB")
         except (ValueError, RecursionError) as error:
-            _log.warning("the entry %s%s of etcd does not count: %s", self._prefix, name, error)
+            self._warnings.warn("the entry %s of etcd does not count: %.300r", self._prefix + repr(name[:300]), error)
             return None
         return document

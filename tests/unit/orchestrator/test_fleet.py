@@ -1,0 +1,73 @@
+"""Engines join and leave as the registry has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from objectcache.orchestrator import fleet as fleet_module
+from objectcache.orchestrator.fleet import Fleet
+from objectcache.orchestrator.registry import Engines
+from objectcache.orchestrator.rules.policies import LeastTtft
+from objectcache.orchestrator.rules.prefix_index import ENGINES_MAX, PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings
+from tests.support.waiting import settled
+
+
+class MadeEngine(fleet_module.Engine):
+    """An engine that is not watched."""
+
+    made_count = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        MadeEngine.made_count += 1
+        super().__init__(*arguments, **options)
+
+    async def run(self) -> None:
+        """Nobody is asked."""
+        await asyncio.Event().wait()
+
+
+def engines(count: int) -> Engines:
+    return {f"e{at}": (EngineSettings(f"http://h:{at + 1}", f"e{at}"), False) for at in range(count)}
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    MadeEngine.made_count = 0
+    monkeypatch.setattr(fleet_module, "Engine", MadeEngine)
+    settings = OrchestratorSettings(admin_token="a-token-of-sixteen-letters")
+    return Fleet(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), LeastTtft(), None, None, {})
+
+
+async def followed(fleet: Fleet, count: int) -> None:
+    while len(fleet.engines) != count:
+        await settled()
+    for _ in range(8):  # those behind the last one for which there is room
+        await settled()
+
+
+async def test_engines_for_which_there_is_no_room_are_not_tried_one_by_one(fleet: Fleet) -> None:
+    """Each of three thousand was made and warned of at each change, which stopped the event loop for seconds."""
+    fleet.follow(engines(3 * ENGINES_MAX))
+    await followed(fleet, ENGINES_MAX)
+    assert MadeEngine.made_count <= ENGINES_MAX + 1
+    fleet.follow(engines(3 * ENGINES_MAX))
+    await followed(fleet, ENGINES_MAX)
+    assert MadeEngine.made_count <= ENGINES_MAX + 2
+    fleet.follow({name: each for name, each in engines(3 * ENGINES_MAX).items() if name != "e0"})
+    await followed(fleet, ENGINES_MAX)
+    assert f"e{ENGINES_MAX}" in fleet.engines, "one that has left makes room"
+    await fleet.stop()
+
+
+async def test_only_the_latest_state_of_the_registry_is_followed(fleet: Fleet) -> None:
+    for count in range(1, 200):
+        fleet.follow(engines(count))
+    fleet.follow(engines(3))
+    await followed(fleet, 3)
+    assert MadeEngine.made_count == 3
+    await fleet.stop()

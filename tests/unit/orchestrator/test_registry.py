@@ -1,0 +1,109 @@
+"""The entries of etcd: whoever may write there chooses how many there are, and how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import cast
+
+from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdRange
+from objectcache.orchestrator.registry import (
+    ENTRIES_MAX,
+    NAME_CHARACTERS_MAX,
+    TOLD_AT_ONCE,
+    Document,
+    Engines,
+    EtcdRegistry,
+    Followers,
+)
+from tests.support.waiting import settled
+
+
+class PlayedEtcd:
+    """An etcd without a socket: entries that are there at the start, and changes as they are put."""
+
+    def __init__(self, entries: Mapping[str, bytes]) -> None:
+        self._entries = entries
+        self.changes: dict[str, asyncio.Queue[list[EtcdChange]]] = {}
+
+    async def start(self) -> None:
+        """There is nothing to open."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    async def range(self, prefix: str, entries_max: int) -> EtcdRange:
+        """The entries of the start."""
+        found = [EtcdEntry(key, value, 1) for key, value in self._entries.items() if key.startswith(prefix)]
+        return EtcdRange(1, 1, tuple(found))
+
+    async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[EtcdChange]]:
+        """The changes that are put."""
+        queue = self.changes[prefix] = asyncio.Queue()
+        while True:
+            yield await queue.get()
+
+
+class Told:
+    """Everything that the registry has told."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engines] = []
+        self.pins: list[Mapping[str, Document | None]] = []
+
+    @property
+    def followers(self) -> Followers:
+        """They note what they hear."""
+        return Followers(self.engines.append, self.pins.append, lambda _: None)
+
+
+@asynccontextmanager
+async def following(etcd: PlayedEtcd) -> AsyncIterator[tuple[EtcdRegistry, Told]]:
+    registry, told = EtcdRegistry(cast(Etcd, etcd), "kv"), Told()
+    await registry.start(told.followers)
+    try:
+        await settled()
+        yield registry, told
+    finally:
+        await registry.close()
+
+
+async def test_many_entries_are_told_some_at_a_time() -> None:
+    """Four thousand that were read in one step, each with a warning, stopped the event loop for seconds."""
+    entries = {f"kv/engines/e{at}": json.dumps({"url": f"http://h:{at + 1}"}).encode() for at in range(1000)}
+    async with following(PlayedEtcd(entries)) as (_, told):
+        assert len(told.engines) >= len(entries) // TOLD_AT_ONCE
+        assert set(told.engines[-1]) == {f"e{at}" for at in range(1000)}
+
+
+async def test_the_values_of_entries_are_not_kept() -> None:
+    """Each orchestrator kept all that somebody wrote there, up to etcd's own bound of gigabytes."""
+    etcd = PlayedEtcd({f"kv/pins/{at}": b"x" * 100_000 for at in range(10)})
+    async with following(etcd) as (registry, told):
+        assert told.pins == [{str(at): None for at in range(10)}]
+        kept = [value for table in registry._tables for value in table._digests.values()]
+        assert len(kept) == 10
+        assert sum(map(len, kept)) < 1000
+        etcd.changes["kv/pins/"].put_nowait([EtcdChange("kv/pins/1", b'{"engine": "a"}', 2)])
+        etcd.changes["kv/pins/"].put_nowait([EtcdChange("kv/pins/1", b'{"engine": "a"}', 3)])
+        await settled()
+        assert told.pins[1:] == [{"1": {"engine": "a"}}], "a value that is put again has not changed"
+        etcd.changes["kv/pins/"].put_nowait([EtcdChange("kv/pins/1", None, 4)])
+        await settled()
+        assert told.pins[2:] == [{"1": None}]
+
+
+async def test_entries_that_are_too_many_or_have_too_long_names_do_not_count() -> None:
+    etcd = PlayedEtcd({f"kv/pins/{at}": b"{}" for at in range(ENTRIES_MAX)})
+    async with following(etcd) as (registry, told):
+        while sum(map(len, told.pins)) < ENTRIES_MAX:
+            await settled()
+        told.pins.clear()
+        names = ["one more", "1" * (NAME_CHARACTERS_MAX + 1)]
+        etcd.changes["kv/pins/"].put_nowait([EtcdChange(f"kv/pins/{name}", b"{}", 2) for name in names])
+        etcd.changes["kv/pins/"].put_nowait([EtcdChange("kv/pins/0", None, 3)])
+        await settled()
+        assert told.pins == [{"0": None}]
+        assert not any(name in table._digests for table in registry._tables for name in names)
