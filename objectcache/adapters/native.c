@@ -909,9 +909,6 @@ WIDE static void unpack_row(const uint8_t *restrict packed, uint8_t *restrict nu
 {
     size_t whole;
     switch (bits) {
-    case 8:
-        memcpy(numbers, packed, count);
-        return;
     case 4:
         whole = count / 2;
         for (size_t at = 0; at < whole; at++) {
@@ -923,14 +920,26 @@ WIDE static void unpack_row(const uint8_t *restrict packed, uint8_t *restrict nu
         return;
     case 2:
         whole = count / 4;
-        for (size_t at = 0; at < whole; at++)
-            for (int lane = 0; lane < 4; lane++)
-                numbers[4 * at + lane] = packed[at] >> 2 * lane & 3;
+        for (size_t at = 0; at < whole; at++) { /* bits 2n and 2n + 1 become the lowest of byte n */
+            uint32_t byte = packed[at], four = (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u;
+            memcpy(numbers + 4 * at, &four, 4);
+        }
         for (size_t at = 4 * whole; at < count; at++)
             numbers[at] = packed[at / 4] >> 2 * (at & 3) & 3;
         return;
     default:
-        for (size_t at = 0; at < count; at++) {
+        whole = count / 8;
+        for (size_t at = 0; at < whole; at++) { /* 12 bits at a time: bits 3n to 3n + 2 become the lowest of byte n */
+            const uint8_t *triple = packed + 3 * at;
+            uint32_t low = triple[0] | (triple[1] & 15u) << 8, high = triple[1] >> 4 | (uint32_t)triple[2] << 4;
+            low = (low | low << 10) & 0x003F003Fu;
+            low = (low | low << 5) & 0x07070707u;
+            high = (high | high << 10) & 0x003F003Fu;
+            high = (high | high << 5) & 0x07070707u;
+            memcpy(numbers + 8 * at, &low, 4);
+            memcpy(numbers + 8 * at + 4, &high, 4);
+        }
+        for (size_t at = 8 * whole; at < count; at++) {
             const uint8_t *triple = packed + at / 8 * 3;
             uint32_t word = triple[0] | triple[1] << 8 | (uint32_t)triple[2] << 16;
             numbers[at] = word >> 3 * (at & 7) & 7;
@@ -1032,7 +1041,7 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
                                   int element, uint8_t *out, float *memory)
 {
     float *scale = memory, *zero = memory + width, *row = memory + 2 * width;
-    uint8_t *numbers = (uint8_t *)(memory + 3 * width);
+    uint8_t *unpacked = (uint8_t *)(memory + 3 * width);
     size_t groups = tokens / step * (width / span), element_bytes = element == ELEMENT_FLOAT32 ? 4 : 2;
     const uint8_t *scales = payload, *zeros = payload + 2 * groups, *packed = payload + 4 * groups;
     size_t each = bits == 3 ? 8 : 8 / bits, row_groups = width / span;
@@ -1054,11 +1063,12 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
                 }
         }
         size_t start = token * width;
-        if (start % each == 0)
-            unpack_row(packed + (bits == 3 ? start / 8 * 3 : start / each), numbers, width, bits);
-        else
+        const uint8_t *numbers = bits == 8 ? packed + start : unpacked;
+        if (bits < 8 && start % each == 0)
+            unpack_row(packed + (bits == 3 ? start / 8 * 3 : start / each), unpacked, width, bits);
+        else if (bits < 8)
             for (size_t at = 0; at < width; at++)
-                numbers[at] = number_at(packed, start + at, bits);
+                unpacked[at] = number_at(packed, start + at, bits);
         if (element != ELEMENT_BFLOAT16) {
             scale_row(numbers, scale, zero, row, width);
             store_row(row, out + start * element_bytes, width, element);
@@ -1070,18 +1080,23 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
     return packed + packed_size(tokens * width, bits);
 }
 
-/* Whether such a layer can be, and then the bytes of its payload and of its keys. */
-static int kivi_sizes(Py_ssize_t tokens, Py_ssize_t width, Py_ssize_t key_step, Py_ssize_t value_span, int bits, int element,
-                      size_t *payload_bytes, size_t *half_bytes)
+static int is_packable(int bits)
 {
-    if ((bits != 8 && bits != 4 && bits != 3 && bits != 2) || element < 1 || element > 3)
+    return bits == 8 || bits == 4 || bits == 3 || bits == 2;
+}
+
+/* Whether such a layer can be, and then the bytes of its payload and of its keys. */
+static int kivi_sizes(Py_ssize_t tokens, Py_ssize_t width, Py_ssize_t key_step, Py_ssize_t value_span, int key_bits,
+                      int value_bits, int element, size_t *payload_bytes, size_t *half_bytes)
+{
+    if (!is_packable(key_bits) || !is_packable(value_bits) || element < 1 || element > 3)
         return 0;
     if (tokens < 1 || tokens > ROW_MAX || width < 1 || width > ROW_MAX || key_step < 1 || value_span < 1 ||
         tokens % key_step || width % value_span)
         return 0;
     size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
     size_t value_groups = (size_t)tokens * (width / value_span);
-    *payload_bytes = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
+    *payload_bytes = 4 * (key_groups + value_groups) + packed_size(half, key_bits) + packed_size(half, value_bits);
     *half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
     return 1;
 }
@@ -1090,18 +1105,21 @@ static PyObject *kivi_decode(PyObject *self, PyObject *args)
 {
     Py_buffer payload, out;
     Py_ssize_t tokens, width, key_step, value_span;
-    int bits, element;
-    if (!PyArg_ParseTuple(args, "y*nnnniiw*", &payload, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
+    int key_bits, value_bits, element;
+    if (!PyArg_ParseTuple(args, "y*nnnniiiw*", &payload, &tokens, &width, &key_step, &value_span, &key_bits, &value_bits,
+                          &element, &out))
         return NULL;
     PyObject *result = NULL;
     size_t wanted, half_bytes;
-    if (kivi_sizes(tokens, width, key_step, value_span, bits, element, &wanted, &half_bytes)) {
+    if (kivi_sizes(tokens, width, key_step, value_span, key_bits, value_bits, element, &wanted, &half_bytes)) {
         if ((size_t)payload.len == wanted && (size_t)out.len == 2 * half_bytes) {
             float *memory = malloc((3 * sizeof(float) + 1) * (size_t)width);
             if (memory) {
                 Py_BEGIN_ALLOW_THREADS;
-                const uint8_t *rest = decode_half(payload.buf, tokens, width, bits, key_step, 1, element, out.buf, memory);
-                decode_half(rest, tokens, width, bits, 1, value_span, element, (uint8_t *)out.buf + half_bytes, memory);
+                uint8_t *values = (uint8_t *)out.buf + half_bytes;
+                const uint8_t *rest =
+                    decode_half(payload.buf, tokens, width, key_bits, key_step, 1, element, out.buf, memory);
+                decode_half(rest, tokens, width, value_bits, 1, value_span, element, values, memory);
                 Py_END_ALLOW_THREADS;
                 free(memory);
                 result = Py_NewRef(Py_None);
@@ -1263,12 +1281,13 @@ static PyObject *kivi_encode(PyObject *self, PyObject *args)
 {
     Py_buffer layer, out;
     Py_ssize_t tokens, width, key_step, value_span;
-    int bits, element;
-    if (!PyArg_ParseTuple(args, "y*nnnniiw*", &layer, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
+    int key_bits, value_bits, element;
+    if (!PyArg_ParseTuple(args, "y*nnnniiiw*", &layer, &tokens, &width, &key_step, &value_span, &key_bits, &value_bits,
+                          &element, &out))
         return NULL;
     PyObject *result = NULL;
     size_t wanted, half_bytes;
-    if (kivi_sizes(tokens, width, key_step, value_span, bits, element, &wanted, &half_bytes)) {
+    if (kivi_sizes(tokens, width, key_step, value_span, key_bits, value_bits, element, &wanted, &half_bytes)) {
         if ((size_t)out.len == wanted && (size_t)layer.len == 2 * half_bytes) {
             float *memory = malloc(4 * sizeof(float) * (size_t)width), *rows = malloc(4 * (size_t)(key_step * width));
             uint8_t *numbers = malloc((size_t)tokens * width);
@@ -1276,8 +1295,8 @@ static PyObject *kivi_encode(PyObject *self, PyObject *args)
                 Py_BEGIN_ALLOW_THREADS;
                 const uint8_t *values = (const uint8_t *)layer.buf + half_bytes;
                 uint8_t *rest =
-                    encode_half(layer.buf, tokens, width, bits, key_step, 1, element, out.buf, memory, rows, numbers);
-                encode_half(values, tokens, width, bits, 1, value_span, element, rest, memory, rows, numbers);
+                    encode_half(layer.buf, tokens, width, key_bits, key_step, 1, element, out.buf, memory, rows, numbers);
+                encode_half(values, tokens, width, value_bits, 1, value_span, element, rest, memory, rows, numbers);
                 Py_END_ALLOW_THREADS;
                 result = Py_NewRef(Py_None);
             } else
@@ -1340,13 +1359,13 @@ static PyObject *kivi_decode_many(PyObject *self, PyObject *args)
 {
     Py_buffer source, head, places, out;
     Py_ssize_t tokens, width, key_step, value_span;
-    int bits, element, is_in_place;
-    if (!PyArg_ParseTuple(args, "y*y*y*nnnniipw*", &source, &head, &places, &tokens, &width, &key_step, &value_span, &bits,
-                          &element, &is_in_place, &out))
+    int key_bits, value_bits, element, is_in_place;
+    if (!PyArg_ParseTuple(args, "y*y*y*nnnniiipw*", &source, &head, &places, &tokens, &width, &key_step, &value_span,
+                          &key_bits, &value_bits, &element, &is_in_place, &out))
         return NULL;
     PyObject *result = NULL;
     size_t payload_bytes, half_bytes;
-    if (!kivi_sizes(tokens, width, key_step, value_span, bits, element, &payload_bytes, &half_bytes) ||
+    if (!kivi_sizes(tokens, width, key_step, value_span, key_bits, value_bits, element, &payload_bytes, &half_bytes) ||
         head.len != CHECKED_HEAD_BYTES || places.len % 16) {
         PyErr_SetString(PyExc_ValueError, "no such layers");
         goto done;
@@ -1385,8 +1404,8 @@ static PyObject *kivi_decode_many(PyObject *self, PyObject *args)
             break;
         }
         const uint8_t *rest =
-            decode_half(layer + HEAD_BYTES, tokens, width, bits, key_step, 1, element, place, memory);
-        decode_half(rest, tokens, width, bits, 1, value_span, element, place + half_bytes, memory);
+            decode_half(layer + HEAD_BYTES, tokens, width, key_bits, key_step, 1, element, place, memory);
+        decode_half(rest, tokens, width, value_bits, 1, value_span, element, place + half_bytes, memory);
     }
     Py_END_ALLOW_THREADS;
     free(memory);

@@ -82,10 +82,26 @@ def _half_float(data, at, is_mine):
 
 
 @triton.jit
+def _number(packed, place, is_mine, BITS: tl.constexpr):
+    """Numbers of BITS bits (kv_codecs.packing)."""
+    if BITS == 3:
+        triple = packed + (place // 8) * 3
+        word = tl.load(triple, mask=is_mine, other=0).to(tl.int32)
+        word = word | (tl.load(triple + 1, mask=is_mine, other=0).to(tl.int32) << 8)
+        word = word | (tl.load(triple + 2, mask=is_mine, other=0).to(tl.int32) << 16)
+        number = (word >> (3 * (place % 8))) & 7
+    else:
+        lanes: tl.constexpr = 8 // BITS
+        word = tl.load(packed + place // lanes, mask=is_mine, other=0).to(tl.int32)
+        number = (word >> (BITS * (place % lanes))) & ((1 << BITS) - 1)
+    return number
+
+
+@triton.jit
 def _decode_kivi(
     packed, out, is_any_bad, row_bytes, blocks, key_groups, value_groups, value_start,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK elements of a row (kv_codecs.kivi). Nothing is written where any row is bad."""
     program = tl.program_id(0).to(tl.int64)
@@ -102,16 +118,11 @@ def _decode_kivi(
     scale = _half_float(data, start + 2 * group, is_mine)
     zero = _half_float(data, start + 2 * groups + 2 * group, is_mine)
     numbers = start + 4 * groups
-    if BITS == 3:
-        triple = numbers + (place // 8) * 3
-        word = tl.load(data + triple, mask=is_mine, other=0).to(tl.int32)
-        word = word | (tl.load(data + triple + 1, mask=is_mine, other=0).to(tl.int32) << 8)
-        word = word | (tl.load(data + triple + 2, mask=is_mine, other=0).to(tl.int32) << 16)
-        number = (word >> (3 * (place % 8))) & 7
+    if KEY_BITS == VALUE_BITS:
+        number = _number(data + numbers, place, is_mine, KEY_BITS)
     else:
-        lanes: tl.constexpr = 8 // BITS
-        word = tl.load(data + numbers + place // lanes, mask=is_mine, other=0).to(tl.int32)
-        number = (word >> (BITS * (place % lanes))) & ((1 << BITS) - 1)
+        of_key = _number(data + numbers, place, is_mine & (element < HALF), KEY_BITS)
+        number = tl.where(is_value, _number(data + numbers, place, is_mine & is_value, VALUE_BITS), of_key)
     decoded = number.to(tl.float32) * scale + zero
     tl.store(out + row * (2 * HALF) + element, decoded.to(out.dtype.element_ty), mask=is_mine)
 
@@ -167,10 +178,11 @@ def _decode_into(out: torch.Tensor, packed: torch.Tensor, codec: Codec, shape: L
             enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        key_groups, value_groups, value_start = kivi_starts(shape, codec.bits)
+        key_groups, value_groups, value_start = kivi_starts(shape, codec.key_bits)
         _decode_kivi[(count * blocks,)](
             packed, out, bad[count:], row_bytes, blocks, key_groups, value_groups, value_start, HALF=half,
-            WIDTH=shape.width, STEP=group_of(shape.tokens), SPAN=group_of(shape.width), BITS=codec.bits, BLOCK=BLOCK,
+            WIDTH=shape.width, STEP=group_of(shape.tokens), SPAN=group_of(shape.width), KEY_BITS=codec.key_bits,
+            VALUE_BITS=codec.value_bits, BLOCK=BLOCK,
             enable_fp_fusion=False,  # a product and a sum, each rounded, as on the host
         )  # fmt: skip
     return bad[:count]

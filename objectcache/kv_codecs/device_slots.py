@@ -124,7 +124,7 @@ def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[
     if codec.drops_tokens:
         decoded, kept, are_disordered = _dropped(payload, shape, codec)
         return decoded, kept, _first(is_bad | are_disordered)
-    halves = _kivi(payload, shape, codec.bits) if codec in KIVI else _fp8(payload, shape)
+    halves = _kivi(payload, shape, codec) if codec in KIVI else _fp8(payload, shape)
     layers = torch.stack(halves, dim=1).to(_DTYPES[shape.element])
     return layers.view(torch.uint8).view(len(packed), shape.nbytes), None, _first(is_bad)
 
@@ -182,14 +182,15 @@ def _device_tables(nbytes: int, device: str) -> torch.Tensor:
     return torch.from_numpy(tables(nbytes).astype(np.int64)).to(device)
 
 
-def _kivi(payload: torch.Tensor, shape: LayerShape, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _kivi(payload: torch.Tensor, shape: LayerShape, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, float32 of shape (n, tokens, width) each (kv_codecs.kivi)."""
     count, tokens, width = len(payload), shape.tokens, shape.width
     step, span = group_of(tokens), group_of(width)
     halves = []
     start = 0
-    for outer, inner in (((tokens // step, 1, width), (tokens // step, step, width)),
-                         ((tokens, width // span, 1), (tokens, width // span, span))):  # fmt: skip
+    by_channel = (tokens // step, 1, width), (tokens // step, step, width), codec.key_bits
+    by_token = (tokens, width // span, 1), (tokens, width // span, span), codec.value_bits
+    for outer, inner, bits in (by_channel, by_token):
         groups = outer[0] * outer[1] * outer[2]
         scale = _halves(payload[:, start : start + 2 * groups]).view(count, *outer)
         zero = _halves(payload[:, start + 2 * groups : start + 4 * groups]).view(count, *outer)

@@ -26,8 +26,8 @@ from objectcache.adapters import native
 from objectcache.kv_codecs.dropping import Kept, dropping_bytes, dropping_decode, dropping_encode, places_in
 from objectcache.kv_codecs.elements import Bytes, Element, from_floats, to_floats
 from objectcache.kv_codecs.fp8 import fp8_bytes, fp8_decode, fp8_encode
-from objectcache.kv_codecs.kivi import kivi_bytes
-from objectcache.kv_codecs.layer import KIVI, RUN_TOKENS_MIN, Codec, LayerShape, group_of, takes
+from objectcache.kv_codecs.kivi import kivi_bytes, kivi_starts
+from objectcache.kv_codecs.layer import KIVI, RUN_TOKENS_MIN, Codec, LayerShape, goes_on, group_of, takes
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sBBHIIII")
@@ -64,9 +64,26 @@ def encode(layer: Bytes, shape: LayerShape, codec: Codec) -> bytes:
     if not takes(codec, shape.tokens):
         raise ValueError(f"{shape.tokens} tokens, {codec.value} takes {RUN_TOKENS_MIN} or more")
     flat = np.ascontiguousarray(layer).view(np.uint8).reshape(-1)
-    payload = _encoded(flat, shape, codec)
-    head = expected_head(codec, shape, len(payload))
-    return head + native.crc32c(payload, native.crc32c(head)).to_bytes(4, "little") + payload
+    return _with_head(_encoded(flat, shape, codec), shape, codec)
+
+
+def encode_further(data: bytes | memoryview, shape: LayerShape, codec: Codec) -> tuple[bytes, Bytes]:
+    """Encode a layer of KIVI with fewer bits of the keys, of the values or of both, and return the S bytes that it was,
+    too. Keys or values that keep their bits keep their payload, so that they lose nothing more. Raises ValueError where
+    the codec does not go on from the layer's, and WrongLayerError.
+    """
+    out = np.empty(shape.nbytes, dtype=np.uint8)
+    before = decode(data, shape, out)
+    if before is Codec.EXACT or not goes_on(before, codec):
+        raise ValueError(f"{codec.value} does not go on from {before.value}")
+    payload = bytearray(_encoded(out, shape, codec))
+    former = memoryview(data).cast("B")[HEAD.size :]
+    start, former_start = kivi_starts(shape, codec.key_bits)[2], kivi_starts(shape, before.key_bits)[2]
+    if codec.key_bits == before.key_bits:
+        payload[:start] = former[:former_start]
+    if codec.value_bits == before.value_bits:
+        payload[start:] = former[former_start:]
+    return _with_head(bytes(payload), shape, codec), out
 
 
 def read_head(data: bytes | memoryview) -> EncodedHead:
@@ -121,8 +138,8 @@ def decode_many(
         head = expected_head(codec, shape, _payload_bytes_max(codec, shape))
         steps = group_of(shape.tokens), group_of(shape.width)
         return native.kivi_decode_many(
-            source.data, head, np.ascontiguousarray(places).data, shape.tokens, shape.width, *steps, codec.bits,
-            shape.element.value, is_in_place, out.data,
+            source.data, head, np.ascontiguousarray(places).data, shape.tokens, shape.width, *steps, codec.key_bits,
+            codec.value_bits, shape.element.value, is_in_place, out.data,
         )  # fmt: skip
     nbytes = encoded_bytes_max(codec, shape)
     for row, (start, target) in enumerate(places.tolist()):
@@ -169,9 +186,14 @@ def expected_head(codec: Codec, shape: LayerShape, payload_bytes: int) -> bytes:
     return HEAD.pack(MAGIC, number, element, 0, shape.tokens, shape.width, payload_bytes, 0)[: HEAD.size - 4]
 
 
+def _with_head(payload: bytes, shape: LayerShape, codec: Codec) -> bytes:
+    head = expected_head(codec, shape, len(payload))
+    return head + native.crc32c(payload, native.crc32c(head)).to_bytes(4, "little") + payload
+
+
 def _payload_bytes_max(codec: Codec, shape: LayerShape) -> int:
     if codec in KIVI:
-        return kivi_bytes(shape, codec.bits)
+        return kivi_bytes(shape, codec.key_bits, codec.value_bits)
     if codec is Codec.FP8:
         return fp8_bytes(2 * shape.half_elements)
     if codec is Codec.LOSSLESS:
@@ -191,10 +213,10 @@ def _encoded(flat: Bytes, shape: LayerShape, codec: Codec) -> bytes:
         return fp8_encode(both[0], both[1]).tobytes()
     if codec.drops_tokens:
         return dropping_encode(flat, shape, codec)
-    payload = bytearray(kivi_bytes(shape, codec.bits))
+    payload = bytearray(kivi_bytes(shape, codec.key_bits, codec.value_bits))
     native.kivi_encode(
-        flat.data, shape.tokens, shape.width, group_of(shape.tokens), group_of(shape.width), codec.bits,
-        shape.element.value, payload,
+        flat.data, shape.tokens, shape.width, group_of(shape.tokens), group_of(shape.width), codec.key_bits,
+        codec.value_bits, shape.element.value, payload,
     )  # fmt: skip
     return bytes(payload)
 
@@ -216,8 +238,9 @@ def _decode(payload: Bytes, head: EncodedHead, out: Bytes) -> None:
     if codec in KIVI:
         step, span = group_of(shape.tokens), group_of(shape.width)
         native.kivi_decode(
-            payload.data, shape.tokens, shape.width, step, span, codec.bits, shape.element.value, out.data
-        )
+            payload.data, shape.tokens, shape.width, step, span, codec.key_bits, codec.value_bits, shape.element.value,
+            out.data,
+        )  # fmt: skip
         return
     keys, values = fp8_decode(payload, shape.tokens, shape.width)
     half = out.nbytes // 2

@@ -3,8 +3,8 @@
     q = round((x - zero) / scale),   scale = (max - min) / (2^bits - 1),   zero = min     of each group
     keys: a group is one channel over `group_of(tokens)` tokens;  values: one token over `group_of(width)` channels
 
-Scales and zeros are float16 and count in every ratio. A group whose scale would not be a finite float16 is clipped to
-the range of float16. NaN is taken as 0.
+Keys and values may have different bits. Scales and zeros are float16 and count in every ratio. A group whose scale
+would not be a finite float16 is clipped to the range of float16. NaN is taken as 0.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from objectcache.kv_codecs.packing import Numbers, pack, packed_bytes, unpack
 HALF_MAX = 65_504.0
 
 
-def kivi_bytes(shape: LayerShape, bits: int) -> int:
+def kivi_bytes(shape: LayerShape, key_bits: int, value_bits: int) -> int:
     """The bytes of a layer's payload."""
-    _, value_groups, value_start = kivi_starts(shape, bits)
-    return value_start + 4 * value_groups + packed_bytes(shape.half_elements, bits)
+    _, value_groups, value_start = kivi_starts(shape, key_bits)
+    return value_start + 4 * value_groups + packed_bytes(shape.half_elements, value_bits)
 
 
-def kivi_starts(shape: LayerShape, bits: int) -> tuple[int, int, int]:
+def kivi_starts(shape: LayerShape, key_bits: int) -> tuple[int, int, int]:
     """The groups of the keys, those of the values, and where in the payload the values begin."""
     key_groups = shape.tokens // group_of(shape.tokens) * shape.width
     value_groups = shape.width // group_of(shape.width) * shape.tokens
-    return key_groups, value_groups, 4 * key_groups + packed_bytes(shape.half_elements, bits)
+    return key_groups, value_groups, 4 * key_groups + packed_bytes(shape.half_elements, key_bits)
 
 
-def kivi_encode(keys: Floats, values: Floats, bits: int) -> Numbers:
+def kivi_encode(keys: Floats, values: Floats, key_bits: int, value_bits: int) -> Numbers:
     """The payload of keys and values, each (tokens, width)."""
     tokens, width = keys.shape
     step, span = group_of(tokens), group_of(width)
     by_channel = keys.reshape(tokens // step, step, width)
     by_token = values.reshape(tokens, width // span, span)
     parts: list[Numbers] = []
-    for grouped, axis in ((by_channel, 1), (by_token, 2)):
+    for grouped, axis, bits in ((by_channel, 1, key_bits), (by_token, 2, value_bits)):
         numbers, scale, zero = _quantized(grouped, axis, bits)
         parts += [scale.view(np.uint8).reshape(-1), zero.view(np.uint8).reshape(-1), pack(numbers, bits)]
     return np.concatenate(parts)
 
 
-def kivi_decode(payload: Numbers, shape: LayerShape, bits: int) -> tuple[Floats, Floats]:
+def kivi_decode(payload: Numbers, shape: LayerShape, key_bits: int, value_bits: int) -> tuple[Floats, Floats]:
     """Keys and values, each (tokens, width). `payload` has `kivi_bytes`."""
     tokens, width = shape.tokens, shape.width
     step, span = group_of(tokens), group_of(width)
     halves: list[Floats] = []
     start = 0
-    for outer, inner in (((tokens // step, 1, width), (tokens // step, step, width)),
-                         ((tokens, width // span, 1), (tokens, width // span, span))):  # fmt: skip
+    by_channel = (tokens // step, 1, width), (tokens // step, step, width), key_bits
+    by_token = (tokens, width // span, 1), (tokens, width // span, span), value_bits
+    for outer, inner, bits in (by_channel, by_token):
         groups = int(np.prod(outer))
         scale = payload[start : start + 2 * groups].view("<f2").astype(np.float32).reshape(outer)
         zero = payload[start + 2 * groups : start + 4 * groups].view("<f2").astype(np.float32).reshape(outer)

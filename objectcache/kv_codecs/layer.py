@@ -49,8 +49,10 @@ class Codec(Enum):
     LOSSLESS = "lossless-1"
     FP8 = "fp8-1"
     KIVI8 = "kivi8-1"
+    K8V4 = "k8v4-1"
     KIVI4 = "kivi4-1"
     KIVI3 = "kivi3-1"
+    K4V2 = "k4v2-1"
     KIVI2 = "kivi2-1"
     STREAMING50 = "streaming50-1"
     STREAMING25 = "streaming25-1"
@@ -58,9 +60,14 @@ class Codec(Enum):
     KEYDIFF25 = "keydiff25-1"
 
     @property
-    def bits(self) -> int:
-        """Bits of an element; 0 for codecs that have no fixed number."""
-        return {Codec.KIVI8: 8, Codec.KIVI4: 4, Codec.KIVI3: 3, Codec.KIVI2: 2, Codec.FP8: 8}.get(self, 0)
+    def key_bits(self) -> int:
+        """Bits of an element of the keys; 0 for codecs that have no fixed number."""
+        return _BITS.get(self, (0, 0))[0]
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of an element of the values; 0 for codecs that have no fixed number."""
+        return _BITS.get(self, (0, 0))[1]
 
     @property
     def is_lossy(self) -> bool:
@@ -80,9 +87,15 @@ class Codec(Enum):
 
 _NUMBERS = {
     Codec.EXACT: 0, Codec.LOSSLESS: 1, Codec.FP8: 2, Codec.KIVI8: 8, Codec.KIVI4: 4, Codec.KIVI3: 3, Codec.KIVI2: 12,
+    Codec.K8V4: 84, Codec.K4V2: 42,
     Codec.STREAMING50: 32, Codec.STREAMING25: 33, Codec.KEYDIFF50: 34, Codec.KEYDIFF25: 35,
 }  # fmt: skip
-KIVI = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+_BITS = {
+    Codec.KIVI8: (8, 8), Codec.K8V4: (8, 4), Codec.KIVI4: (4, 4), Codec.KIVI3: (3, 3), Codec.K4V2: (4, 2),
+    Codec.KIVI2: (2, 2), Codec.FP8: (8, 8),
+}  # fmt: skip
+KIVI = (Codec.KIVI8, Codec.K8V4, Codec.KIVI4, Codec.KIVI3, Codec.K4V2, Codec.KIVI2)
+"""Models bear errors of the values better than errors of the keys, so some have fewer bits for the values."""
 STREAMING = (Codec.STREAMING50, Codec.STREAMING25)
 KEYDIFF = (Codec.KEYDIFF50, Codec.KEYDIFF25)
 DROPPING = (*STREAMING, *KEYDIFF)
@@ -90,13 +103,16 @@ _KEPT_PARTS = {Codec.STREAMING50: 2, Codec.STREAMING25: 4, Codec.KEYDIFF50: 2, C
 
 
 def goes_on(before: Codec, after: Codec) -> bool:
-    """Whether a layer that is encoded is encoded further without the exact one: by fewer bits of each element, since
-    the error is then at most that of both. Exact layers are encoded in any way. With few tokens scales may take more
-    bytes than fewer bits save: the layer is then larger.
+    """Whether a layer that is encoded is encoded further without the exact one: from KIVI to KIVI, by fewer bits of the
+    keys, of the values or of both, and more of neither. The error is then at most that of both. FP8 does not go on: the
+    bound would be a quarter above the error of four bits, and readers refuse chunks by the bound. Exact layers are
+    encoded in any way. With few tokens scales may take more bytes than fewer bits save: the layer is then larger.
     """
     if before is Codec.EXACT:
         return after is not Codec.EXACT
-    return before in (*KIVI, Codec.FP8) and after in KIVI and after.bits < before.bits
+    if before is after or before not in KIVI or after not in KIVI:
+        return False
+    return after.key_bits <= before.key_bits and after.value_bits <= before.value_bits
 
 
 def takes(codec: Codec, tokens: int) -> bool:

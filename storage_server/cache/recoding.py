@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from objectcache.kv_codecs.encoding import WrongLayerError, decode, encode
+from objectcache.kv_codecs.encoding import WrongLayerError, decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec
-from objectcache.kv_codecs.loss import loss
+from objectcache.kv_codecs.loss import Loss, loss
 from storage_server.planning.forms import Encoded, Reading
 
 CPU_FRACTION = 0.5
@@ -39,55 +40,59 @@ class Recoder:
         """
         began_s = time.monotonic()
         layers = np.frombuffer(exact, dtype=np.uint8).reshape(reading.num_layers, reading.shape.nbytes)
-        return self._encode(layers, reading, codec, began_s)
+        parts = [encode(layer, reading.shape, codec) for layer in layers]
+        return self._measured(parts, layers, reading, codec, began_s)
 
     def encode_further(
         self, packed: memoryview, encoded: Encoded, reading: Reading, codec: Codec
     ) -> tuple[Encoded, bytes] | None:
-        """Encode a chunk of a form that `codec` goes on from. The errors that are told are bounds: by the triangle
-        inequality an error is at most the one before, and ours against the bytes that are here, whose norm is at most
-        (1 + before) times the exact one's. Runs in the thread. None as in `encode`, and for bytes that are damaged.
+        """Encode a chunk of a form that `codec` goes on from. The errors that are told are bounds, of keys and of
+        values apart: by the triangle inequality an error is at most the one before, and ours against the bytes that are
+        here, whose norm is at most (1 + before) times the exact one's. Ours is 0 where keys or values keep their bits.
+        Runs in the thread. None as in `encode`, and for bytes that are damaged.
         """
         began_s = time.monotonic()
-        shape = encoded.shape
         rows = np.frombuffer(packed, dtype=np.uint8).reshape(encoded.num_layers, encoded.layer_bytes)
-        layers = np.empty((encoded.num_layers, shape.nbytes), dtype=np.uint8)
+        parts, before = list[bytes](), np.empty((encoded.num_layers, encoded.shape.nbytes), dtype=np.uint8)
         try:
-            for row, layer in zip(rows, layers, strict=True):
-                decode(row.tobytes(), shape, layer)
+            for at, row in enumerate(rows):
+                part, before[at] = encode_further(row.data, encoded.shape, codec)
+                parts.append(part)
         except WrongLayerError:
             return None
-        made = self._encode(layers, reading, codec, began_s)
+        made = self._measured(parts, before, reading, codec, began_s)
         if made is None:
             return None
         ours, data = made
-        worst, growth = encoded.worst_error, 1 + encoded.worst_error
-        further = replace(
-            ours,
-            worst_error=worst + growth * ours.worst_error,
-            mean_error=encoded.mean_error + growth * ours.mean_error,
+        former, mine = encoded.greatest_errors, ours.greatest_errors
+        greatest = Loss(
+            former.keys + (1 + former.keys) * mine.keys,
+            former.values + (1 + former.values) * mine.values,
         )
-        return further, data
+        mean_error = encoded.mean_error + (1 + former.worst) * ours.mean_error
+        return replace(ours, worst_error=greatest.worst, mean_error=mean_error, greatest=greatest), data
 
-    def _encode(
-        self, layers: npt.NDArray[np.uint8], reading: Reading, codec: Codec, began_s: float
+    def _measured(
+        self, parts: Sequence[bytes], layers: npt.NDArray[np.uint8], reading: Reading, codec: Codec, began_s: float
     ) -> tuple[Encoded, bytes] | None:
+        """The encoded chunk with its errors against these layers."""
         shape = reading.shape
-        parts, errors = list[bytes](), list[float]()
+        losses = list[Loss]()
         back = np.empty(shape.nbytes, dtype=np.uint8)
-        for layer in layers:
-            part = encode(layer, shape, codec)
+        for part, layer in zip(parts, layers, strict=True):
             decode(part, shape, back)
-            lost = loss(layer, back, shape)
-            parts.append(part)
-            errors += [lost.keys, lost.values]
+            losses.append(loss(layer, back, shape))
         took_s = time.monotonic() - began_s
         self.busy_s += took_s
         self.encoded_bytes += layers.nbytes
         time.sleep(took_s * (1 / self._cpu_fraction - 1))
+        keys, values = [each.keys for each in losses], [each.values for each in losses]
+        errors = keys + values
         if not all(map(math.isfinite, errors)):
             return None
-        return Encoded(codec, shape, reading.num_layers, max(errors), sum(errors) / len(errors)), b"".join(parts)
+        greatest = Loss(max(keys), max(values))
+        mean_error = sum(errors) / len(errors)
+        return Encoded(codec, shape, reading.num_layers, greatest.worst, mean_error, greatest), b"".join(parts)
 
     def close(self) -> None:
         """Wait for the chunk that is being encoded."""

@@ -14,9 +14,10 @@ from descriptors.descriptor import Accept, Descriptor
 from descriptors.kv_forms import EncodedForm, KvLayout
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
-from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, takes
+from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, takes
+from objectcache.kv_codecs.loss import Loss
 
-TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2, *DROPPING)
+TIER_CODECS = (*KIVI, Codec.FP8, *DROPPING)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
 _ELEMENT_NAMES = {element: name for name, element in _ELEMENTS.items()}
@@ -26,7 +27,7 @@ KEPT_FORMS_MAX = 65_536
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The form of an encoded chunk. The errors are those of its layers, of keys and of values, each against the exact
-    one: the greatest, and the mean.
+    one: the greatest, and the mean. `greatest` are the greatest of the keys and of the values, where they are known.
     """
 
     codec: Codec
@@ -34,6 +35,12 @@ class Encoded:
     num_layers: int
     worst_error: float
     mean_error: float
+    greatest: Loss | None = None
+
+    @property
+    def greatest_errors(self) -> Loss:
+        """The greatest errors of the keys and of the values, or bounds of them."""
+        return self.greatest or Loss(self.worst_error, self.worst_error)
 
     @property
     def layer_bytes(self) -> int:

@@ -32,7 +32,7 @@ SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 LAYERS, COUNT = 5, 8
 LAYOUT = ChunkLayout(LAYERS, 16, SHAPE.nbytes)
 ACCEPT = Accept((Codec.KIVI4.value, "not-known-1"), "bfloat16")
-FIGURES = {Codec.KIVI4: CodecFigures(0.99, 2e9), Codec.FP8: CodecFigures(0.999, 1e9)}
+FIGURES = {Codec.KIVI4: CodecFigures(0.99, 2e9), Codec.KIVI8: CodecFigures(0.999, 1e9)}
 ENCODED_BYTES = 16_384
 """The bytes that a chunk of KIVI4 takes of the DRAM tier."""
 
@@ -322,13 +322,13 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
     """
     keys, chunks = kv_chunks(24, seed=3)
     back = {Codec.KIVI4.value: np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]),
-            Codec.FP8.value: np.stack([decoded(chunk, Codec.FP8) for chunk in chunks]), EXACT: chunks}  # fmt: skip
-    further = [decoded(chunk, Codec.KIVI4) for chunk in back[Codec.FP8.value]]
+            Codec.KIVI8.value: np.stack([decoded(chunk, Codec.KIVI8) for chunk in chunks]), EXACT: chunks}  # fmt: skip
+    further = [decoded(chunk, Codec.KIVI4) for chunk in back[Codec.KIVI8.value]]
     wishes = [
         None,
         ACCEPT,
-        Accept((Codec.FP8.value, Codec.KIVI4.value), "bfloat16"),
-        Accept((Codec.FP8.value,), "bfloat16"),
+        Accept((Codec.KIVI8.value, Codec.KIVI4.value), "bfloat16"),
+        Accept((Codec.KIVI8.value,), "bfloat16"),
     ]
     random = np.random.default_rng(5)
     seen: set[str] = set()

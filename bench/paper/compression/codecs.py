@@ -30,12 +30,12 @@ from objectcache.calibration.samples import spread
 from objectcache.calibration.servers import BUCKET
 from objectcache.kv_codecs.elements import Bytes, Element
 from objectcache.kv_codecs.encoding import decode, decode_many, encode
-from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape
 from objectcache.kv_codecs.loss import loss
 
 LMCACHE_PYTHON = Path(__file__).parents[3] / ".venv-clients/torch/bin/python"
 LMCACHE_SCRIPT = Path(__file__).parent / "lmcache_codec.py"
-ALL = (Codec.LOSSLESS, Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+ALL = (Codec.LOSSLESS, *KIVI, Codec.FP8)
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
 """A chunk's layer of a model with 8 KV heads of 128 elements."""
 

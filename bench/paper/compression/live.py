@@ -39,7 +39,7 @@ from objectcache.calibration.samples import Spread, spread
 from objectcache.calibration.shown_quality import shown_qualities
 from objectcache.kv_codecs.dropping import Kept
 from objectcache.kv_codecs.elements import Element
-from objectcache.kv_codecs.encoding import encode
+from objectcache.kv_codecs.encoding import encode, encode_further
 from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
 from objectcache.kv_codecs.slots import decode_packed
 from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
@@ -261,6 +261,7 @@ class Reader:
         self._asked = asked
         self._context_tokens = context_tokens
         self._decoded: dict[tuple[int, Chain], Decoded] = {}
+        self._packed: dict[tuple[int, Chain], list[bytes]] = {}
         self._rights: dict[tuple[int, Chain], float] = {}
 
     def ask(self, client: Client, index: int, question: int, accept: Accept | None) -> Answered:
@@ -312,9 +313,16 @@ class Reader:
                 layers = list(self._stored[index].reshape(layout.num_layers, 1, shape.nbytes))
                 self._decoded[index, chain] = Decoded(layout.tokens, layers, [None] * layout.num_layers)
                 return self._decoded[index, chain]
+            before = self._form(index, chain[:-1])
+            packed = self._packed[index, chain] = [
+                encode_further(self._packed[index, chain[:-1]][at], shape, chain[-1])[0]
+                if len(chain) > 1
+                else encode(layer[0], shape, chain[-1])
+                for at, layer in enumerate(before.layers)
+            ]
             layers, kept = [], []
-            for before in self._form(index, chain[:-1]).layers:
-                data = np.frombuffer(encode(before[0], shape, chain[-1]), dtype=np.uint8)
+            for part in packed:
+                data = np.frombuffer(part, dtype=np.uint8)
                 out = np.empty(shape.nbytes, dtype=np.uint8)
                 kept.append(decode_packed(data, [(chain[-1].value, 1, len(data))], shape, out))
                 layers.append(out[None])

@@ -85,12 +85,28 @@ def test_more_bits_are_nearer(shape: LayerShape) -> None:
     assert errors[0] < 0.02
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("codec", "keys", "values"), [(Codec.K8V4, Codec.KIVI8, Codec.KIVI4), (Codec.K4V2, Codec.KIVI4, Codec.KIVI2)]
+)
+def test_keys_and_values_of_other_bits_are_those_of_each(
+    shape: LayerShape, codec: Codec, keys: Codec, values: Codec
+) -> None:
+    """Only the bits differ: keys and values come back as the codecs that have these bits for both give them."""
+    layer, half = layer_of(shape), shape.nbytes // 2
+    found, of_keys, of_values = (decoded(encode(layer, shape, each), shape) for each in (codec, keys, values))
+    assert np.array_equal(found[:half], of_keys[:half])
+    assert np.array_equal(found[half:], of_values[half:])
+
+
 def test_the_ratios_count_scales_and_zeros() -> None:
     """A group of 32 elements of 4 bits takes 16 bytes, and 4 for its scale and zero: 3.2 times less than bfloat16."""
     shape = LayerShape(64, 1024, Element.BFLOAT16)
     ratios = {codec: shape.nbytes / encoded_bytes_max(codec, shape) for codec in Codec}
     assert ratios[Codec.KIVI4] == pytest.approx(3.2, rel=0.001)
     assert ratios[Codec.KIVI8] == pytest.approx(64 / 36, rel=0.001)
+    assert ratios[Codec.K8V4] == pytest.approx(64 / 28, rel=0.001)
+    assert ratios[Codec.K4V2] == pytest.approx(4, rel=0.001)
     assert ratios[Codec.KIVI2] == pytest.approx(64 / 12, rel=0.001)
     assert ratios[Codec.FP8] == pytest.approx(2.0, rel=0.001)
 
@@ -105,11 +121,12 @@ def test_c_and_numpy_decode_to_the_same_bits(
     shape = LayerShape(tokens, width, element)
     numbers = np.random.default_rng(seed)
     keys, values = (numbers.normal(0, size, (tokens, width)).astype(np.float32) for _ in range(2))
-    payload = kivi_encode(keys, values, codec.bits)
+    payload = kivi_encode(keys, values, codec.key_bits, codec.value_bits)
     out = np.empty(shape.nbytes, dtype=np.uint8)
-    native.kivi_decode(payload, tokens, width, group_of(tokens), group_of(width), codec.bits, element.value, out)
+    groups = group_of(tokens), group_of(width)
+    native.kivi_decode(payload, tokens, width, *groups, codec.key_bits, codec.value_bits, element.value, out)
     wanted = np.empty(shape.nbytes, dtype=np.uint8)
-    for at, half in enumerate(kivi_decode(payload, shape, codec.bits)):
+    for at, half in enumerate(kivi_decode(payload, shape, codec.key_bits, codec.value_bits)):
         from_floats(half, element, wanted[at * shape.nbytes // 2 : (at + 1) * shape.nbytes // 2])
     assert np.array_equal(out, wanted)
 
@@ -131,11 +148,11 @@ def test_c_and_numpy_encode_to_the_same_bytes(
     from_floats(values, element, layer)
     keys, vals = to_floats(layer, element).reshape(2, tokens, width)
     with np.errstate(all="ignore"):
-        wanted = kivi_encode(keys, vals, codec.bits).tobytes()
+        wanted = kivi_encode(keys, vals, codec.key_bits, codec.value_bits).tobytes()
     assert encode(layer, shape, codec)[HEAD.size :] == wanted
 
 
-@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.KIVI3, Codec.FP8])
+@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.K8V4, Codec.KIVI3, Codec.K4V2, Codec.FP8])
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_many_layers_are_decoded_in_one_call(codec: Codec, is_in_place: bool) -> None:
     """As one by one; a damaged one is named, and it and those behind it are not written."""
@@ -185,14 +202,15 @@ def test_no_element_is_further_off_than_half_a_step(
     numbers = np.random.default_rng(seed)
     keys, values = (numbers.normal(0, size, (tokens, width)).astype(np.float32) for _ in range(2))
     shape = LayerShape(tokens, width, Element.FLOAT32)
-    got_keys, got_values = kivi_decode(kivi_encode(keys, values, codec.bits), shape, codec.bits)
-    levels = (1 << codec.bits) - 1
+    bits = codec.key_bits, codec.value_bits
+    got_keys, got_values = kivi_decode(kivi_encode(keys, values, *bits), shape, *bits)
+    levels = (1 << codec.key_bits) - 1
     step, span = group_of(tokens), group_of(width)
     grouped = keys.reshape(-1, step, width)
     reach = np.repeat(np.ptp(grouped, axis=1) / levels, step, axis=0).reshape(tokens, width)
     slack = 0.002 * np.abs(keys).max() + levels * 6e-8  # scales near 0 are subnormal in float16
     assert np.all(np.abs(got_keys - keys) <= 0.5 * reach + slack)
-    by_token = values.reshape(tokens, -1, span)
+    by_token, levels = values.reshape(tokens, -1, span), (1 << codec.value_bits) - 1
     reach = np.repeat(np.ptp(by_token, axis=2) / levels, span, axis=1).reshape(tokens, width)
     slack = 0.002 * np.abs(values).max() + levels * 6e-8
     assert np.all(np.abs(got_values - values) <= 0.5 * reach + slack)
@@ -314,6 +332,8 @@ def test_the_bytes_of_each_codec_never_change() -> None:
 
 
 GOLDEN = {
+    "k8v4-1": "fbf82be3d5151aeb",
+    "k4v2-1": "66f1d84520eeb0fb",
     "exact": "66443d75e6c487f7",
     "fp8-1": "11c75e3eb8f0987f",
     "kivi8-1": "2b4ab695ae063ff6",

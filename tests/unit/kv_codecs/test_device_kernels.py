@@ -61,7 +61,7 @@ def test_the_bytes_of_the_host(codec: Codec, shape: LayerShape, scale: float) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.FP8])
+@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.K4V2, Codec.FP8])
 def test_any_damaged_byte_is_found_and_nothing_is_written(codec: Codec, shape: LayerShape) -> None:
     packed = packed_layers(codec, shape, 3)
     last = packed.shape[1] - 1

@@ -13,7 +13,7 @@ from objectcache.adapters import native
 from objectcache.kv_codecs import slots
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import HEAD, encode
-from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape
 from objectcache.kv_codecs.slots import Run, WrongChunkError
 
 torch = pytest.importorskip("torch")
@@ -24,7 +24,7 @@ SHAPES = (
     LayerShape(7, 33, Element.FLOAT32),
     LayerShape(32, 32, Element.BFLOAT16),
 )
-CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+CODECS = (*KIVI, Codec.FP8)
 
 
 def layers(count: int, shape: LayerShape, scale: float = 3.0) -> np.ndarray:  # type: ignore[type-arg]

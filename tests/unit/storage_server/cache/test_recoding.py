@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nixl_client.lossy import MAX_ERROR
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode
 from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape, goes_on
@@ -19,10 +20,8 @@ from storage_server.planning.forms import Reading
 
 SHAPE = LayerShape(32, 64, Element.BFLOAT16)
 LAYERS = 2
-READING = Reading(SHAPE, LAYERS, (*KIVI, Codec.FP8))
-CHAINS = [
-    (first, second) for first, second in product((*KIVI, Codec.FP8), KIVI) if goes_on(first, second)
-]  # fmt: skip
+READING = Reading(SHAPE, LAYERS, KIVI)
+CHAINS = [(first, second) for first, second in product(KIVI, KIVI) if goes_on(first, second)]
 
 
 def chunk(seed: int, outlier: float = 1.0) -> np.ndarray:
@@ -83,6 +82,41 @@ def test_a_little_before_costs_nearly_nothing(recoder: Recoder) -> None:
     assert max(errors(exact, further[1])) == pytest.approx(four[0].worst_error, rel=0.01)
 
 
+@pytest.mark.parametrize("chain", [(Codec.KIVI8, Codec.K8V4, Codec.KIVI4), (Codec.KIVI8, Codec.KIVI4)])
+def test_the_default_codecs_one_after_the_other_keep_the_default_bound(
+    recoder: Recoder, chain: tuple[Codec, ...]
+) -> None:
+    """The error that is told is 0.01 above the real one at most, so a reader does not refuse what keeps its bound."""
+    exact = chunk(3)
+    made = recoder.encode(memoryview(exact), READING, chain[0])
+    for codec in chain[1:]:
+        assert made is not None
+        made = recoder.encode_further(memoryview(made[1]), made[0], READING, codec)
+    assert made is not None
+    real = max(errors(exact, made[1]))
+    assert real <= made[0].worst_error <= min(real + 0.01, MAX_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        (Codec.K8V4, Codec.KIVI4, 1),
+        (Codec.KIVI8, Codec.K8V4, 0),
+        (Codec.KIVI4, Codec.K4V2, 0),
+        (Codec.K4V2, Codec.KIVI2, 1),
+    ],
+)
+def test_keys_or_values_that_keep_their_bits_lose_nothing_more(
+    recoder: Recoder, first: Codec, second: Codec, kept: int
+) -> None:
+    exact = chunk(4, 30.0)
+    before = recoder.encode(memoryview(exact), READING, first)
+    assert before is not None
+    after = recoder.encode_further(memoryview(before[1]), before[0], READING, second)
+    assert after is not None
+    assert errors(exact, after[1])[kept::2] == errors(exact, before[1])[kept::2]
+
+
 def test_damaged_bytes_are_not_encoded_further(recoder: Recoder) -> None:
     made = recoder.encode(memoryview(chunk(2)), READING, Codec.KIVI8)
     assert made is not None
@@ -93,7 +127,12 @@ def test_damaged_bytes_are_not_encoded_further(recoder: Recoder) -> None:
 
 def test_only_fewer_bits_go_on_from_encoded_layers() -> None:
     assert goes_on(Codec.EXACT, Codec.STREAMING50)
-    assert goes_on(Codec.FP8, Codec.KIVI4)
+    assert goes_on(Codec.KIVI8, Codec.K8V4)
+    assert goes_on(Codec.K8V4, Codec.K4V2)
+    for before, after in ((Codec.KIVI4, Codec.K8V4), (Codec.KIVI3, Codec.K4V2), (Codec.K4V2, Codec.KIVI3)):
+        assert not goes_on(before, after), "neither keys nor values get more bits"
+    for before in KIVI:
+        assert not goes_on(Codec.FP8, before), "the bound would be far above the error"
     for before, after in ((Codec.KIVI4, Codec.KIVI8), (Codec.KIVI4, Codec.EXACT), (Codec.KIVI4, Codec.KIVI4)):
         assert not goes_on(before, after)
     for before, after in ((Codec.KIVI4, Codec.KEYDIFF25), (Codec.KEYDIFF50, Codec.KEYDIFF25), (Codec.KIVI8, Codec.FP8)):
