@@ -8,13 +8,15 @@ right tokens before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from objectcache.calibration.real_model import UnusableModelError, checked_cache
 from objectcache.kv_codecs.dropping import chosen_places
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import decode, encode
@@ -68,9 +70,15 @@ class Coded:
 
 
 def prefix_states(model: PreTrainedModel, context: torch.Tensor) -> States:
-    """The KV of contexts, int64 of shape (batch, tokens), rounded to bfloat16."""
-    with torch.inference_mode():
-        cache = model(context.to(model.device), use_cache=True).past_key_values
+    """The KV of contexts, int64 of shape (batch, tokens), rounded to bfloat16: that of every token, also in layers that
+    attend to the last ones only, since stores have all of it. Raises UnusableModelError for a model with another cache.
+    """
+    try:
+        with torch.inference_mode():
+            told = model(context.to(model.device), past_key_values=DynamicCache(), use_cache=True)
+    except (TypeError, AttributeError, LookupError) as error:  # of models whose caches are states
+        raise UnusableModelError(f"it takes no cache of keys and values: {error}") from error
+    cache: Any = checked_cache(getattr(told, "past_key_values", None), context.shape[1])
     return [
         (layer.keys.bfloat16().to(layer.keys.dtype), layer.values.bfloat16().to(layer.values.dtype))
         for layer in cache.layers
@@ -82,16 +90,17 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
     that drops tokens the whole context is one chunk, and the states that come back have the kept ones only. Raises
     ValueError for contexts that are too short for that.
     """
-    batch, heads, tokens, dim = states[0][0].shape
+    batch, _, tokens, _ = states[0][0].shape
     if codec.drops_tokens:
         chunk_tokens = tokens
     count = tokens // chunk_tokens
-    shape = LayerShape(chunk_tokens, heads * dim, Element.BFLOAT16)
     out: States = []
     errors: list[float] = []
-    encoded_bytes = 0
-    back = np.empty(shape.nbytes, dtype=np.uint8)
+    exact_bytes = encoded_bytes = 0
     for keys, values in states:
+        heads, dim = keys.shape[1], keys.shape[3]
+        shape = LayerShape(chunk_tokens, heads * dim, Element.BFLOAT16)
+        back = np.empty(shape.nbytes, dtype=np.uint8)
         pair = []
         for part in (keys, values):
             whole = part[:, :, : count * chunk_tokens].reshape(batch, heads, count, chunk_tokens, dim)
@@ -107,6 +116,7 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
             lost = loss(row, back, shape)
             errors += [lost.keys, lost.values]
             encoded_bytes += len(part_bytes)
+            exact_bytes += shape.nbytes
             row[:] = back
         decoded = torch.from_numpy(data).view(torch.bfloat16).reshape(batch, count, 2, chunk_tokens, heads, dim)
         decoded = decoded.permute(2, 0, 4, 1, 3, 5).reshape(2, batch, heads, count * chunk_tokens, dim)
@@ -117,26 +127,41 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
                 there = kept[:, None, :, None].expand(-1, heads, -1, dim).to(exact.device)
                 made[-1] = made[-1].gather(2, there)
         out.append((made[0], made[1]))
-    exact_bytes = 2 * len(states) * batch * heads * count * chunk_tokens * dim * Element.BFLOAT16.nbytes
     return Coded(out, exact_bytes, encoded_bytes, tuple(errors))
 
 
 def answer_logits(model: PreTrainedModel, states: States, questions: torch.Tensor, context_tokens: int) -> torch.Tensor:
     """The logits of questions behind contexts of `context_tokens`, of which `states` has the KV that is kept."""
+    return logits_behind(model, states, [questions], context_tokens)[0]
+
+
+def logits_behind(
+    model: PreTrainedModel, states: States, asked: Sequence[torch.Tensor], context_tokens: int
+) -> list[torch.Tensor]:
+    """The logits of several questions, each int64 of shape (batch, tokens) and right behind the same contexts, of which
+    `states` has the KV that is kept. Where tokens were dropped, the model's layers have to attend to all tokens.
+    """
     batch, held = states[0][0].shape[0], states[0][0].shape[2]
-    count = questions.shape[1]
     cache = DynamicCache()
     for index, (keys, values) in enumerate(states):
-        cache.update(keys.clone(), values.clone(), index)
-    mask = torch.zeros(batch, 1, count, held + count)
-    mask[..., held:] = torch.full((count, count), -math.inf).triu(1)
-    places = torch.arange(context_tokens, context_tokens + count).expand(batch, -1)
-    with torch.inference_mode():
-        logits: torch.Tensor = model(
-            questions.to(model.device), past_key_values=cache, attention_mask=mask.to(model.device),
-            position_ids=places.to(model.device), use_cache=True,
-        ).logits  # fmt: skip
-    return logits.float().cpu()
+        cache.update(keys, values, index)
+    found = []
+    for questions in asked:
+        count = questions.shape[1]
+        mask = None  # the model's own, which knows its windows
+        if held < context_tokens:
+            mask = torch.zeros(batch, 1, count, held + count)
+            mask[..., held:] = torch.full((count, count), -math.inf).triu(1)
+            mask = mask.to(model.device)
+        places = torch.arange(context_tokens, context_tokens + count).expand(batch, -1)
+        with torch.inference_mode():
+            logits: torch.Tensor = model(
+                questions.to(model.device), past_key_values=cache, attention_mask=mask,
+                position_ids=places.to(model.device), use_cache=True,
+            ).logits  # fmt: skip
+        cache.crop(-count)
+        found.append(logits.float().cpu())
+    return found
 
 
 def compared(logits: torch.Tensor, exact: torch.Tensor, labels: torch.Tensor) -> ScoredAnswers:
@@ -155,40 +180,7 @@ def compared(logits: torch.Tensor, exact: torch.Tensor, labels: torch.Tensor) ->
     )
 
 
-def text_quality(
-    model: PreTrainedModel,
-    texts: Sequence[torch.Tensor],
-    codecs: Sequence[Codec],
-    question_tokens: int,
-    advance: Callable[[int], None],
-) -> dict[Codec, tuple[ScoredAnswers, Coded]]:
-    """Held-out questions for any model: the last tokens of each text are asked for behind the KV of those before. The
-    answers have as many tokens of each text, text by text.
-    """
-    found: dict[Codec, tuple[list[ScoredAnswers], list[Coded]]] = {codec: ([], []) for codec in codecs}
-    for text in texts:
-        context, rest = text[None, :-question_tokens], text[None, -question_tokens:]
-        labels = torch.cat([rest[:, 1:], torch.full((1, 1), IGNORED)], dim=1)
-        states = prefix_states(model, context)
-        exact = answer_logits(model, states, rest, context.shape[1])
-        for codec in codecs:
-            made = coded(states, codec)
-            found[codec][0].append(compared(answer_logits(model, made.states, rest, context.shape[1]), exact, labels))
-            found[codec][1].append(made)
-            advance(1)
-    return {codec: (joined(answers), _joined(made)) for codec, (answers, made) in found.items()}
-
-
 def joined(answers: Sequence[ScoredAnswers]) -> ScoredAnswers:
     """All answers as one."""
     names = ("right", "same", "nll", "kl", "predicted", "exact_nll")
     return ScoredAnswers(*(np.concatenate([getattr(each, name) for each in answers]) for name in names))
-
-
-def _joined(made: Sequence[Coded]) -> Coded:
-    return Coded(
-        [],
-        sum(each.exact_bytes for each in made),
-        sum(each.encoded_bytes for each in made),
-        tuple(error for each in made for error in each.errors),
-    )

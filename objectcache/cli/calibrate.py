@@ -28,7 +28,7 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine and write the results into the config file",
-        usage="%(prog)s (theta | link | model NAME | quality MODEL TEXTS) [options]",
+        usage="%(prog)s (theta | link | model NAME | quality MODEL) [options]",
         description="Run it once on a new machine. Each measurement edits the file of --config in place, or makes it; "
         "without, it prints what it would write.",
     )
@@ -74,12 +74,14 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
         "quality",
         parents=parents,
         help="measure what each codec changes in a model's answers",
-        usage="%(prog)s MODEL TEXTS [options]",
+        usage="%(prog)s MODEL [TEXTS] [options]",
         description="Measure what each codec changes in the answers of a model to texts of the kind that it is asked "
-        "about: [compression.codecs]. It needs torch and transformers.",
+        "about, and to facts in them: [compression.codecs]. It needs torch and transformers.",
     )
     quality.add_argument("quality", metavar="MODEL", help="a directory or a Hugging Face name")
-    quality.add_argument("texts", type=Path, metavar="TEXTS", help="a file of text")
+    quality.add_argument(
+        "texts", type=Path, nargs="?", metavar="TEXTS", help="a file of text; default: Python's own documentation"
+    )
     quality.add_argument(
         "--class",
         dest="content_class",
@@ -87,7 +89,8 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
         help="the texts are of this class of content (x-amz-objectcache-class): [compression.classes]",
     )
     _add_results(quality)
-    quality.set_defaults(command=_quality, plot=None)
+    _add_plot(quality)
+    quality.set_defaults(command=_quality)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
+from objectcache.calibration.form_losses import FormLoss, cells, on_curve
+from objectcache.calibration.loss_chart import draw_losses
 from objectcache.calibration.origin import describe_origin
+from objectcache.calibration.probes import beginning_of, cut, encoder_of, probes
 from objectcache.calibration.samples import progress_bar
 from objectcache.calibration.shown_quality import shown_qualities
 from objectcache.calibration.text import aligned, six_digits
@@ -26,8 +30,24 @@ from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.planning.forms import TIER_CODECS
 
 CODECS, CLASSES = ("compression", "codecs"), ("compression", "classes")
-TEXTS_MAX, CONTEXT_TOKENS, QUESTION_TOKENS = 32, 1024, 64
-SMOKE_TEXTS, SMOKE_TOKENS = 2, 192
+TEXT_BYTES_MAX = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    """How many texts, and the tokens of the context and of what follows it."""
+
+    texts: int
+    context: int
+    continuation: int
+
+
+SIZES, SMOKE_SIZES = ProbeSizes(16, 1024, 128), ProbeSizes(2, 256, 32)
+CHUNK_TOKENS = 64
+LEGEND = """KL: nats a token, from the answers on exact KV.
+log-prob of a fact: how the log-probability of the right code changes, in nats, for facts that stand in the context.
+quality: same answers; of a codec that these texts do not show to be better than a smaller one, that one's.
+on the curve: no form that is no larger loses less (KL); only these are written, and those that the file has."""
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
 RUN_SHAPE = LayerShape(256, 1024, Element.BFLOAT16)
 """For codecs that drop tokens, which take no shorter chunks."""
@@ -40,26 +60,33 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     path = CODECS if options.content_class is None else (*CLASSES, options.content_class)
     if target is not None:  # before the minutes of measuring
         check_edit(target, lambda text: with_table(text, path, {"kivi4-1": {"quality": 1.0}}))
+    named = set(config.compression.codecs)
     try:
-        rows = measured(options)
+        losses, of_texts = measured(options, sorted(named))
     except (OSError, ValueError, RuntimeError) as error:
         return failure(f"{options.quality}: {error}")
-    head = ["codec", "bytes", "worst error", "mean error", "same answers", "quality", "KL", "perplexity over exact"]
-    cells = [
-        [row["codec"], f"{row['bytes']:.3f}", f"{row['worst_error']:.3f}", f"{row['mean_error']:.3f}",
-         f"{row['agreement']:.4f}", f"{row['quality']:.4f}", f"{row['kl']:.5f}",
-         f"{row['perplexity_over_exact']:.4f}"]
-        for row in rows
-    ]  # fmt: skip
-    print("\n".join(aligned(head, cells)))
-    print(
-        "\nquality: same answers; of a codec that these texts do not show to be better than a smaller one, that one's"
-    )
+    encoded = losses[1:]
+    same = {each.codec: np.array([one.agreement for one in each.samples]) for each in encoded}
+    qualities = {
+        name: six_digits(quality)
+        for name, quality in shown_qualities(same, {each.codec: each.bytes_part for each in encoded}).items()
+    }
+    print("\n".join(aligned(*cells(losses, {**qualities, Codec.EXACT.value: 1.0}))))
+    print(f"\n{len(losses[0].samples)} texts ({of_texts}), mean and 95 % interval over them. {LEGEND}")
+    curve = on_curve(losses)
+    rows = [
+        {**each.row(), "quality": qualities.get(each.codec, 1.0), "is_on_curve": each.codec in curve} for each in losses
+    ]
     write_json(
         options,
-        {**describe_origin(), "model": options.quality, "content_class": options.content_class, "codecs": rows},
-    )
-    qualities = {row["codec"]: six_digits(row["quality"]) for row in rows}
+        {
+            **describe_origin(), "model": options.quality, "content_class": options.content_class, "texts": of_texts,
+            "codecs": rows,
+        },
+    )  # fmt: skip
+    if options.plot is not None:
+        draw_losses(losses, options.plot, f"{options.quality}: what the forms lose")
+    qualities = {name: quality for name, quality in qualities.items() if name in curve | named}
     written: Table = qualities
     if options.content_class is None:
         written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
@@ -107,50 +134,49 @@ def decode_rates(rounds: int) -> dict[str, float]:
     return found
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each codec. Raises OSError, ValueError, RuntimeError."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str]:
+    """The losses of exact KV and of each codec, and the name of the texts. Codecs that drop tokens are measured where
+    they are `named`. Raises OSError, ValueError, RuntimeError.
+    """
     from objectcache.calibration.compute.layer import present_device
-    from objectcache.calibration.quality import text_quality
+    from objectcache.calibration.model_quality import form_losses
+    from objectcache.calibration.real_model import load_real_model
 
-    model = AutoModelForCausalLM.from_pretrained(options.quality, dtype=torch.float32)
-    model.train(False)
-    model.to(torch.device(present_device().value))  # type: ignore[arg-type]  # what transformers says of itself
-    tokenizer = AutoTokenizer.from_pretrained(options.quality)
-    tokens = SMOKE_TOKENS if options.smoke else CONTEXT_TOKENS + QUESTION_TOKENS
-    count = SMOKE_TEXTS if options.smoke else TEXTS_MAX
-    ids = tokenizer(options.texts.read_text(errors="replace"), return_tensors="pt").input_ids[0]
-    texts = cut(ids, tokens, count)
-    with progress_bar(len(texts) * len(TIER_CODECS), "quality") as advance:
-        found = text_quality(model, texts, TIER_CODECS, min(QUESTION_TOKENS, tokens // 3), advance)
-    rows = [_row(codec, *found[codec]) for codec in TIER_CODECS]
-    same = {codec.value: found[codec][0].same.reshape(len(texts), -1).mean(axis=1) for codec in TIER_CODECS}
-    qualities = shown_qualities(same, {row["codec"]: row["bytes"] for row in rows})
-    return [{**row, "quality": qualities[row["codec"]]} for row in rows]
-
-
-def cut(ids: Any, tokens: int, count: int) -> Sequence[Any]:
-    """Up to `count` texts of so many tokens, spread over all of them. Raises ValueError where there is none."""
-    whole = len(ids) // tokens
-    if not whole:
-        raise ValueError(f"the texts have {len(ids)} tokens, and {tokens} are needed")
-    starts = np.linspace(0, whole - 1, min(count, whole)).astype(int)
-    return [ids[start * tokens : (start + 1) * tokens] for start in starts]
+    text, of_texts = text_of(options.texts)
+    real = load_real_model(options.quality, present_device().value)
+    sizes = SMOKE_SIZES if options.smoke else SIZES
+    context_tokens = min(sizes.context, (real.tokens_max - sizes.continuation) // CHUNK_TOKENS * CHUNK_TOKENS)
+    encode, beginning = encoder_of(real.tokenizer), beginning_of(real.tokenizer)
+    texts = cut(encode(text), context_tokens + sizes.continuation, sizes.texts)
+    asked = probes(
+        [text[: context_tokens + sizes.continuation] for text in texts], encode, beginning, context_tokens, 1
+    )
+    asked = [replace(each, continuation=each.continuation[: sizes.continuation]) for each in asked]
+    codecs = [codec for codec in TIER_CODECS if not codec.drops_tokens or codec.value in named]
+    if real.has_windows:  # a layer of theirs tells by a token's place in the cache what it attends to
+        codecs = [codec for codec in codecs if not codec.drops_tokens]
+    with progress_bar(len(asked) * len(codecs), "quality") as advance:
+        return form_losses(real, asked, codecs, advance), of_texts
 
 
-def _row(codec: Codec, answers: Any, made: Any) -> dict[str, Any]:
-    return {
-        "codec": codec.value, "bytes": made.encoded_bytes / made.exact_bytes, "worst_error": max(made.errors),
-        "mean_error": sum(made.errors) / len(made.errors), "agreement": float(answers.same.mean()),
-        "kl": float(answers.kl.mean()), "perplexity": answers.perplexity,
-        "perplexity_over_exact": answers.perplexity / answers.exact_perplexity,
-    }  # fmt: skip
+def text_of(file: Path | None) -> tuple[str, str]:
+    """The text to measure with, and its name: the first TEXT_BYTES_MAX of a file, or what Python's own documentation
+    says of the language. Raises OSError, and ValueError where this Python has no documentation.
+    """
+    if file is not None:
+        with file.open("rb") as opened:
+            return opened.read(TEXT_BYTES_MAX).decode(errors="replace"), str(file)
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("this Python comes without its documentation (pydoc_data): name a file of text") from None
+    return "\n\n".join(
+        topics[name] for name in sorted(topics)
+    ), f"Python {sys.version_info[0]}.{sys.version_info[1]} docs"
 
 
-def texts_problem(texts: Path, content_class: str | None) -> str | None:
+def texts_problem(texts: Path | None, content_class: str | None) -> str | None:
     """The problem of the options; None where there is none."""
     if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
         return f"--class has {CONTENT_CLASS_RULE}"
-    return None if texts.is_file() else f"{texts}: no such file"
+    return None if texts is None or texts.is_file() else f"{texts}: no such file"

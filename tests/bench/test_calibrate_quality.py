@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.beds.vllm_servers import make_model
-from objectcache.cli.calibrate_quality import codecs_table, cut
+from objectcache.calibration.form_losses import FormLoss, TextSample
+from objectcache.cli.calibrate_quality import codecs_table
 from objectcache.cli.calibrate_theta import tiers_of
 from objectcache.cli.config import load_config
 from objectcache.cli.main import run
@@ -21,6 +23,7 @@ RATES = {"kivi8-1": 4e9, "k8v4-1": 3e9, "kivi4-1": 5e9, "kivi3-1": 1.5e9, "kivi2
 @pytest.mark.slow
 def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> None:
     """The file keeps what else is in it, and a server takes it."""
+    pytest.importorskip("transformers")
     make_model(tmp_path / "model", hidden_size=128, layers=2)
     file = tmp_path / "objectcache.toml"
     file.write_text('[compression]\npolicy = "adaptive" # ours\nalpha_s = 2.5\n')
@@ -38,14 +41,17 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
     file.write_text('[compression]\npolicy = "adaptive"\n[compression.codecs.kivi4-1]\nquality = 0.9\n')
     with file.open("a") as more:
         more.write("decoded_bytes_per_s = 1e9\n")
-    row = {"codec": "kivi4-1", "bytes": 0.3, "worst_error": 0.1, "mean_error": 0.1, "agreement": 0.55, "kl": 0.0}
-    row |= {"perplexity": 1.0, "perplexity_over_exact": 1.0, "quality": 0.53}
-    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options: [row])
+    losses = [
+        FormLoss("exact", 1.0, 0.0, 0.0, 3 * (TextSample(0.0, 0.0, 1.0, 0.0, 1.0),)),
+        FormLoss("fp8-1", 0.5, 0.1, 0.1, 3 * (TextSample(0.2, 0.1, 0.5, -0.1, 1.0),)),
+        FormLoss("kivi4-1", 0.3, 0.1, 0.1, 3 * (TextSample(0.1, 0.1, 0.53, -0.1, 1.0),)),
+    ]
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "texts"))
     asked = ["calibrate", "quality", "x", __file__, "--class", "code", "--config", str(file)]
     assert run(asked) == 0
     settings = load_config(file).compression.settings()
     assert settings is not None
-    assert settings.class_qualities == {"code": {Codec.KIVI4: 0.53}}
+    assert settings.class_qualities == {"code": {Codec.KIVI4: 0.53}}, "a form off the curve is not offered"
     assert settings.codecs[Codec.KIVI4].quality == 0.9
 
 
@@ -66,12 +72,6 @@ def test_the_rates_of_tiers_are_those_of_the_fastest_transport() -> None:
     assert tiers_of([costs("page_cache", 1e9)]) == {}
 
 
-def test_texts_are_spread_and_too_short_ones_refused() -> None:
-    assert [list(each) for each in cut(list(range(10)), 2, 3)] == [[0, 1], [4, 5], [8, 9]]
-    with pytest.raises(ValueError, match="are needed"):
-        cut([1], 2, 3)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,3 +81,112 @@ def test_texts_are_spread_and_too_short_ones_refused() -> None:
 )
 def test_texts_that_cannot_be_are_refused(options: list[str]) -> None:
     assert run(["calibrate", "quality", *options]) == 2
+
+
+@pytest.fixture(scope="module")
+def ids() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.randint(0, 200, (1, 96), generator=torch.Generator().manual_seed(1))
+
+
+def made(kind: str, **settings: Any) -> Any:
+    """A tiny model of a kind, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 200, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 16,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **(sizes | settings))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.train(False)
+    return model
+
+
+WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [("llama", {}), ("gemma3_text", WINDOWS), ("gpt_oss", WINDOWS)])
+def test_answers_behind_a_cache_are_those_of_the_whole_text(kind: str, settings: dict[str, Any], ids: Any) -> None:
+    """Windows are shorter than the context, and the cache has every token of it."""
+    from objectcache.calibration.quality import logits_behind, prefix_states
+
+    model = made(kind, **settings)
+    states = prefix_states(model, ids[:, :64])
+    found = logits_behind(model, states, [ids[:, 64:], ids[:, 64:80]], 64)
+    whole = model(ids, use_cache=False).logits[:, 64:].detach()
+    assert [each.shape[1] for each in found] == [32, 16]
+    for each in found:
+        assert abs(each - whole[:, : each.shape[1]]).max() < 0.02, "but for the rounding of KV to bfloat16"
+
+
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+LATENT = {
+    "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "qk_nope_head_dim": 16, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("mamba", {"state_size": 8}, "states"),
+        ("qwen3_next", STATES, "no cache of keys and values"),
+        ("deepseek_v3", LATENT, "MLA"),
+    ],
+)
+def test_models_without_keys_and_values_of_every_token_are_refused(
+    kind: str, settings: dict[str, Any], reason: str, ids: Any
+) -> None:
+    from objectcache.calibration.quality import prefix_states
+    from objectcache.calibration.real_model import UnusableModelError
+
+    with pytest.raises(UnusableModelError, match=reason):
+        prefix_states(made(kind, **settings), ids)
+
+
+@pytest.mark.slow
+def test_a_model_whose_keys_are_no_numbers_is_refused(ids: Any) -> None:
+    from objectcache.calibration.quality import prefix_states
+    from objectcache.calibration.real_model import UnusableModelError
+
+    model = made("llama")
+    model.model.layers[1].self_attn.k_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(UnusableModelError, match="layer 1 has values that are no numbers"):
+        prefix_states(model, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "emptied", "other shapes", "no configuration", "no model"])
+def test_a_damaged_folder_is_refused_with_the_reason(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Above all weights that are missing: transformers makes random ones in their place."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    if damage != "no model":
+        make_model(folder, hidden_size=128, layers=2)
+    if damage == "cut":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "emptied":
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.layers.1.self_attn.k_proj.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    elif damage == "other shapes":
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"intermediate_size": 256', '"intermediate_size": 512'))
+    elif damage == "no configuration":
+        (folder / "config.json").write_text("{")
+    assert run(["calibrate", "quality", str(folder), __file__, "--smoke"]) == 1
+    told = capsys.readouterr().err
+    assert "cannot be loaded" in told or "its folder lacks" in told
+    assert damage != "emptied" or "lacks 1 weights" in told

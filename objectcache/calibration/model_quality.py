@@ -1,0 +1,107 @@
+"""The loss of each form of KV on a real model: the KV of a context is encoded and decoded, and the model is asked for
+the text that follows and for facts that stand in the context. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from objectcache.calibration.form_losses import FormLoss, TextSample
+from objectcache.calibration.probes import Ids, Probe
+from objectcache.calibration.quality import States, coded, logits_behind, prefix_states
+from objectcache.calibration.real_model import CONTROL_KL_MAX, RealModel, UnusableModelError
+from objectcache.kv_codecs.layer import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The answers on one form of the KV: log-probabilities of all next tokens of the continuation, of shape
+    (tokens, vocabulary), and of the right code of each fact, with whether all of it is the most likely one.
+    """
+
+    continuation: torch.Tensor
+    facts: tuple[tuple[float, bool], ...]
+
+
+def form_losses(
+    real: RealModel, probes: Sequence[Probe], codecs: Sequence[Codec], advance: Callable[[int], None]
+) -> list[FormLoss]:
+    """The losses of exact KV, which are 0, and of each codec; `advance` is called for each codec of each probe. Raises
+    UnusableModelError.
+    """
+    unchanged: list[TextSample] = []
+    samples: dict[Codec, list[TextSample]] = {codec: [] for codec in codecs}
+    errors: dict[Codec, list[float]] = {codec: [] for codec in codecs}
+    sizes = {codec: [0, 0] for codec in codecs}
+    for number, probe in enumerate(probes):
+        states = prefix_states(real.model, _batch(probe.context))
+        exact = scored(real, states, probe)
+        if number == 0:
+            check_answers(real, probe, exact)
+        unchanged.append(text_sample(exact, exact, probe))
+        for codec in codecs:
+            made = coded(states, codec)
+            samples[codec].append(text_sample(scored(real, made.states, probe), exact, probe))
+            errors[codec] += made.errors
+            sizes[codec][0] += made.encoded_bytes
+            sizes[codec][1] += made.exact_bytes
+            advance(1)
+    losses = [FormLoss(Codec.EXACT.value, 1.0, 0.0, 0.0, tuple(unchanged))]
+    return losses + [
+        FormLoss(
+            codec.value, sizes[codec][0] / sizes[codec][1], max(errors[codec]),
+            sum(errors[codec]) / len(errors[codec]), tuple(samples[codec]),
+        )
+        for codec in codecs
+    ]  # fmt: skip
+
+
+def scored(real: RealModel, states: States, probe: Probe) -> Scored:
+    """The answers behind this KV of the probe's context."""
+    asked = [_batch(probe.continuation), *(_batch(fact.question + fact.answer[:-1]) for fact in probe.facts)]
+    logits = [each[0] for each in logits_behind(real.model, states, asked, len(probe.context))]
+    facts = []
+    for fact, each in zip(probe.facts, logits[1:], strict=True):
+        told = each[len(fact.question) - 1 :].log_softmax(-1)
+        right = torch.tensor(fact.answer)
+        log_prob = float(told.gather(-1, right[:, None]).sum())
+        facts.append((log_prob, bool((told.argmax(-1) == right).all())))
+    return Scored(logits[0].log_softmax(-1), tuple(facts))
+
+
+def text_sample(mine: Scored, exact: Scored, probe: Probe) -> TextSample:
+    """One form's losses on one text."""
+    theirs, ours = exact.continuation[:-1], mine.continuation[:-1]
+    wanted = torch.tensor(probe.continuation[1:])[:, None]
+    changes = [own[0] - other[0] for own, other in zip(mine.facts, exact.facts, strict=True)]
+    return TextSample(
+        kl=divergence(theirs, ours),
+        nll_change=float((theirs.gather(-1, wanted) - ours.gather(-1, wanted)).mean()),
+        agreement=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+        recall_change=sum(changes) / len(changes),
+        recall_right=sum(right for _, right in mine.facts) / len(mine.facts),
+    )
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """The mean KL of log-probabilities from the exact ones, in nats."""
+    return float((exact.exp() * (exact - other)).sum(-1).double().mean())
+
+
+def check_answers(real: RealModel, probe: Probe, exact: Scored) -> None:
+    """Refuse a model whose cache does not give its own answers back: what is measured behind it would be the cache's
+    fault and no codec's. Raises UnusableModelError.
+    """
+    whole: Ids = probe.context + probe.continuation
+    with torch.inference_mode():
+        logits = real.model(_batch(whole).to(real.model.device), use_cache=False).logits[0, len(probe.context) :]
+    found = divergence(logits.float().cpu().log_softmax(-1), exact.continuation)
+    if not found <= CONTROL_KL_MAX:
+        raise UnusableModelError(f"its answers behind its own cache are other ones (KL {found:.3g})")
+
+
+def _batch(ids: Ids) -> torch.Tensor:
+    return torch.tensor([ids])
