@@ -239,6 +239,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("choice", "compression-quality", "choice"),
             ("choice-targets", "compression-quality", "targets"),
             ("histories", "compression-quality", "histories"),
+            ("real", "compression-real", "real"),
+            ("chains", "compression-real", "chains"),
             ("live", "compression-live", "live"),
             ("live-targets", "compression-live", "targets"),
         )

@@ -71,6 +71,7 @@ RUNS = {
     "compression-engine": Run("-m objectcache bench compression --parts engine --folder /dev/shm"),
     "compression-live": Run("-m objectcache bench compression --parts live --folder /dev/shm"),
     "compression-quality": Run("-m objectcache bench compression --parts quality,figure_2", "compression.png"),
+    "compression-real": Run("-m objectcache bench compression --parts real"),
     "compression-gpu": Run("-m objectcache bench compression --parts device --runs 9", needs_gpu=True),
     "ttft-gpu": Run("-m objectcache bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True),
     "recompute-gpu": Run(

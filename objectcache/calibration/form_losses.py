@@ -5,7 +5,7 @@
     agreement    the part of the tokens whose most likely one stays
     recall       the change of the log-probability of the right code, in nats a code; and the part of codes all right
 
-A form is on the curve where none that is no larger loses less.
+A form is on the curve where none that is no larger loses less, neither by KL nor by recall.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class TextSample:
     recall_right: float
 
 
+SAME_SIZE = 1.001
+"""Forms whose bytes differ by less are as large as each other: numbers of 3 bits are filled up to 8."""
 _BOUNDS = {
     "kl": (0.0, math.inf), "nll_change": (-math.inf, math.inf), "agreement": (0.0, 1.0),
     "recall_change": (-math.inf, math.inf), "recall_right": (0.0, 1.0),
@@ -54,6 +56,11 @@ class FormLoss:
         """The mean KL."""
         return self.interval("kl").mean
 
+    @property
+    def recall_change(self) -> float:
+        """The mean change of the log-probability of a right code."""
+        return self.interval("recall_change").mean
+
     def row(self) -> dict[str, Any]:
         """The figures, for JSON."""
         ratio = self.interval("nll_change").mapped(lambda nats: math.exp(min(nats, 700.0)))
@@ -69,11 +76,16 @@ class FormLoss:
 
 
 def on_curve(losses: Sequence[FormLoss]) -> frozenset[str]:
-    """The codecs that no other one beats: none takes as few bytes, or fewer, and loses less by KL."""
+    """The codecs that no other one beats: none takes as few bytes, or fewer, and loses less by KL and by recall."""
     return frozenset(
         mine.codec
         for mine in losses
-        if not any(other.bytes_part <= mine.bytes_part * 1.0001 and other.kl < mine.kl for other in losses)
+        if not any(
+            other.bytes_part <= mine.bytes_part * SAME_SIZE
+            and other.kl < mine.kl
+            and other.recall_change > mine.recall_change
+            for other in losses
+        )
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from objectcache.calibration.form_losses import FormLoss, cells, on_curve
 from objectcache.calibration.loss_chart import draw_losses
+from objectcache.calibration.measured_text import text_of
 from objectcache.calibration.origin import describe_origin
 from objectcache.calibration.probes import beginning_of, cut, encoder_of, probes
 from objectcache.calibration.samples import progress_bar
@@ -30,7 +30,6 @@ from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.planning.forms import TIER_CODECS
 
 CODECS, CLASSES = ("compression", "codecs"), ("compression", "classes")
-TEXT_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ CHUNK_TOKENS = 64
 LEGEND = """KL: nats a token, from the answers on exact KV.
 log-prob of a fact: how the log-probability of the right code changes, in nats, for facts that stand in the context.
 quality: same answers; of a codec that these texts do not show to be better than a smaller one, that one's.
-on the curve: no form that is no larger loses less (KL); only these are written, and those that the file has."""
+on the curve: no form as small loses less by KL and by facts; only these are written, and those that the file has."""
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
 RUN_SHAPE = LayerShape(256, 1024, Element.BFLOAT16)
 """For codecs that drop tokens, which take no shorter chunks."""
@@ -157,22 +156,6 @@ def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[Fo
         codecs = [codec for codec in codecs if not codec.drops_tokens]
     with progress_bar(len(asked) * len(codecs), "quality") as advance:
         return form_losses(real, asked, codecs, advance), of_texts
-
-
-def text_of(file: Path | None) -> tuple[str, str]:
-    """The text to measure with, and its name: the first TEXT_BYTES_MAX of a file, or what Python's own documentation
-    says of the language. Raises OSError, and ValueError where this Python has no documentation.
-    """
-    if file is not None:
-        with file.open("rb") as opened:
-            return opened.read(TEXT_BYTES_MAX).decode(errors="replace"), str(file)
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise ValueError("this Python comes without its documentation (pydoc_data): name a file of text") from None
-    return "\n\n".join(
-        topics[name] for name in sorted(topics)
-    ), f"Python {sys.version_info[0]}.{sys.version_info[1]} docs"
 
 
 def texts_problem(texts: Path | None, content_class: str | None) -> str | None:

@@ -14,9 +14,9 @@ from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySe
 from storage_server.planning.forms import TIER_CODECS
 
 DEFAULT_CODECS = {
-    Codec.KIVI8: CodecFigures(0.995, 3e9),
-    Codec.K8V4: CodecFigures(0.98, 3e9),
-    Codec.KIVI4: CodecFigures(0.96, 3e9),
+    Codec.KIVI8: CodecFigures(0.995, 4e9),
+    Codec.K8V4: CodecFigures(0.975, 4e9),
+    Codec.KIVI4: CodecFigures(0.95, 4e9),
 }
 """Used where the table names none. The qualities are below those that `calibrate quality` measures on the models of
 docs/design/compression.md, and each codec goes on to the next within the bound that clients have by default.

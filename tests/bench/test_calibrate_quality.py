@@ -43,7 +43,7 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
         more.write("decoded_bytes_per_s = 1e9\n")
     losses = [
         FormLoss("exact", 1.0, 0.0, 0.0, 3 * (TextSample(0.0, 0.0, 1.0, 0.0, 1.0),)),
-        FormLoss("fp8-1", 0.5, 0.1, 0.1, 3 * (TextSample(0.2, 0.1, 0.5, -0.1, 1.0),)),
+        FormLoss("fp8-1", 0.5, 0.1, 0.1, 3 * (TextSample(0.2, 0.1, 0.5, -0.2, 1.0),)),
         FormLoss("kivi4-1", 0.3, 0.1, 0.1, 3 * (TextSample(0.1, 0.1, 0.53, -0.1, 1.0),)),
     ]
     monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "texts"))

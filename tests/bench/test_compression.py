@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.beds.vllm_servers import make_model
 from bench.cli import run as run_bench
+from bench.core.show import as_markdown
 from bench.paper.compression.choice import (
     EXACT,
     Asked,
@@ -24,6 +26,7 @@ from bench.paper.compression.choice import (
 from bench.paper.compression.engine import EngineCase, contexts
 from bench.paper.compression.live import waited
 from bench.paper.compression.quality import rouge_l
+from bench.paper.compression.run import show
 from bench.paper.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
 
 CODECS = Codecs(
@@ -143,3 +146,21 @@ def test_a_small_run_has_every_part(tmp_path: Path) -> None:
     assert live["exact"]["quality"] == 1.0
     assert live["ours, alpha 0.3 s"]["best_fixed"] in live
     assert chart.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_real_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the two models of PyPI, which tests do not fetch. What is told of a chain bounds what is real."""
+    pytest.importorskip("transformers")
+    from bench.paper.compression import real
+
+    make_model(tmp_path / "model", hidden_size=128, layers=2)
+    monkeypatch.setattr(real, "FOLDERS", {"tiny": lambda kept: tmp_path / "model"})
+    advanced: list[int] = []
+    forms, chains = real.real_rows(("tiny",), 2, 256, 32, advanced.append)
+    assert sum(advanced) == 2 * len(real.CODECS)
+    assert [row["codec"] for row in forms] == ["exact", *(codec.value for codec in real.CODECS)]
+    assert len(chains) == len(real.CHAINS) * len(real.CHUNK_TOKENS)
+    assert all(row["real_max"] <= row["told_max"] * (1 + 1e-6) for row in chains)
+    text = as_markdown(show({"real": forms, "chains": chains, "targets": [], "remarks": []})["real"])
+    assert "k8v4-1" in text

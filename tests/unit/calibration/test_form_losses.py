@@ -12,8 +12,9 @@ from objectcache.calibration.form_losses import FormLoss, TextSample, cells, on_
 from objectcache.calibration.intervals import mean_interval, student
 
 
-def form(codec: str, part: float, *kls: float) -> FormLoss:
-    return FormLoss(codec, part, 0.1, 0.05, tuple(TextSample(kl, kl / 2, 1 - kl, -kl, 0.25) for kl in kls))
+def form(codec: str, part: float, *kls: float, recall: float = 1.0) -> FormLoss:
+    samples = (TextSample(kl, kl / 2, 1 - kl, -kl * recall, 0.25) for kl in kls)
+    return FormLoss(codec, part, 0.1, 0.05, tuple(samples))
 
 
 def test_the_interval_is_students() -> None:
@@ -45,6 +46,8 @@ def test_forms_that_another_one_beats_are_not_on_the_curve() -> None:
         form("kivi3-1", 0.25, 0.03, 0.03), form("k4v2-1", 0.25, 0.04, 0.04),
     ]  # fmt: skip
     assert on_curve(losses) == {"exact", "k8v4-1", "kivi3-1"}
+    losses[-1] = form("k4v2-1", 0.25, 0.04, 0.04, recall=0.5)
+    assert on_curve(losses) == {"exact", "k8v4-1", "kivi3-1", "k4v2-1"}, "it loses less by recall"
 
 
 def test_the_table_has_intervals_and_says_what_is_on_the_curve() -> None:

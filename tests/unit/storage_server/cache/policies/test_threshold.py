@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from storage_server.cache.policies.threshold import least_encoded_bytes, told
 from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
 from storage_server.planning.forms import Reading
 
-SAMPLE = UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 4e9)})
+SAMPLE = UtilitySettings({Codec.KIVI4: CodecFigures(0.96, 4e9)}, alpha_s=0.25)
 """That of docs/guides/compression.md."""
 
 
@@ -28,10 +29,10 @@ def encodes(settings: UtilitySettings, tokens: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("alpha_s", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("alpha_s", [0.05, 0.25, 0.75])
 def test_the_policy_encodes_from_about_that_size_on(alpha_s: float) -> None:
     """Near the border it depends on what else fits: so sizes on both sides of it are counted."""
-    settings = UtilitySettings(SAMPLE.codecs, alpha_s=alpha_s)
+    settings = replace(SAMPLE, alpha_s=alpha_s)
     token_bytes = LayerShape(1, 1024, Element.BFLOAT16).nbytes * 32
     tokens = least_encoded_bytes(settings, Codec.KIVI4) / token_bytes
     smaller = [encodes(settings, int(tokens * part / 20) + 1) for part in range(3, 15)]
@@ -41,7 +42,7 @@ def test_the_policy_encodes_from_about_that_size_on(alpha_s: float) -> None:
 
 
 def test_a_home_as_fast_as_memory_leaves_nothing_to_encode() -> None:
-    settings = UtilitySettings(SAMPLE.codecs, home_bytes_per_s=8e9)
+    settings = replace(SAMPLE, home_bytes_per_s=8e9)
     assert math.isinf(least_encoded_bytes(settings, Codec.KIVI4))
     assert told(settings).startswith("never encodes, because")
     assert not encodes(settings, 4096)
