@@ -35,7 +35,7 @@ class CodecConfig(Model):
 
     ABOUT: ClassVar[str] = "any number of codecs; default: kivi8-1, k8v4-1, kivi4-1"
     quality: Annotated[
-        float, shown(0.99, "of answers, 1 is that of exact KV; `calibrate quality` measures it", ge=0, le=1)
+        float, shown(0.96, "of answers, 1 is that of exact KV; `calibrate quality` measures it", ge=0, le=1)
     ]
     decoded_bytes_per_s: Annotated[Rate, shown(4e9, gt=0)]
 

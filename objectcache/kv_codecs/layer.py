@@ -51,6 +51,7 @@ class Codec(Enum):
     KIVI8 = "kivi8-1"
     K8V4 = "k8v4-1"
     KIVI4 = "kivi4-1"
+    K4V3 = "k4v3-1"
     KIVI3 = "kivi3-1"
     K4V2 = "k4v2-1"
     KIVI2 = "kivi2-1"
@@ -87,14 +88,14 @@ class Codec(Enum):
 
 _NUMBERS = {
     Codec.EXACT: 0, Codec.LOSSLESS: 1, Codec.FP8: 2, Codec.KIVI8: 8, Codec.KIVI4: 4, Codec.KIVI3: 3, Codec.KIVI2: 12,
-    Codec.K8V4: 84, Codec.K4V2: 42,
+    Codec.K8V4: 84, Codec.K4V3: 43, Codec.K4V2: 42,
     Codec.STREAMING50: 32, Codec.STREAMING25: 33, Codec.KEYDIFF50: 34, Codec.KEYDIFF25: 35,
 }  # fmt: skip
 _BITS = {
-    Codec.KIVI8: (8, 8), Codec.K8V4: (8, 4), Codec.KIVI4: (4, 4), Codec.KIVI3: (3, 3), Codec.K4V2: (4, 2),
-    Codec.KIVI2: (2, 2), Codec.FP8: (8, 8),
+    Codec.KIVI8: (8, 8), Codec.K8V4: (8, 4), Codec.KIVI4: (4, 4), Codec.K4V3: (4, 3), Codec.KIVI3: (3, 3),
+    Codec.K4V2: (4, 2), Codec.KIVI2: (2, 2), Codec.FP8: (8, 8),
 }  # fmt: skip
-KIVI = (Codec.KIVI8, Codec.K8V4, Codec.KIVI4, Codec.KIVI3, Codec.K4V2, Codec.KIVI2)
+KIVI = (Codec.KIVI8, Codec.K8V4, Codec.KIVI4, Codec.K4V3, Codec.KIVI3, Codec.K4V2, Codec.KIVI2)
 """Models bear errors of the values better than errors of the keys, so some have fewer bits for the values."""
 STREAMING = (Codec.STREAMING50, Codec.STREAMING25)
 KEYDIFF = (Codec.KEYDIFF50, Codec.KEYDIFF25)

@@ -87,7 +87,12 @@ def test_more_bits_are_nearer(shape: LayerShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("codec", "keys", "values"), [(Codec.K8V4, Codec.KIVI8, Codec.KIVI4), (Codec.K4V2, Codec.KIVI4, Codec.KIVI2)]
+    ("codec", "keys", "values"),
+    [
+        (Codec.K8V4, Codec.KIVI8, Codec.KIVI4),
+        (Codec.K4V3, Codec.KIVI4, Codec.KIVI3),
+        (Codec.K4V2, Codec.KIVI4, Codec.KIVI2),
+    ],
 )
 def test_keys_and_values_of_other_bits_are_those_of_each(
     shape: LayerShape, codec: Codec, keys: Codec, values: Codec
@@ -333,6 +338,7 @@ def test_the_bytes_of_each_codec_never_change() -> None:
 
 GOLDEN = {
     "k8v4-1": "fbf82be3d5151aeb",
+    "k4v3-1": "7777879a641ca8aa",
     "k4v2-1": "66f1d84520eeb0fb",
     "exact": "66443d75e6c487f7",
     "fp8-1": "11c75e3eb8f0987f",
