@@ -1,4 +1,4 @@
-"""What each form of KV loses, from samples of several texts. Pure.
+"""The losses of each form of KV, from samples of several texts. Pure.
 
     KL           of the next token's distribution from that on exact KV, in nats a token
     perplexity   of the text, over that on exact KV

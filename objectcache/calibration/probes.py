@@ -1,4 +1,4 @@
-"""What a model is asked about a text: its next tokens, and facts that stand in it. Pure but for the tokenizer.
+"""The questions that a model is asked about a text: for its next tokens, and for facts that stand in it.
 
     context:  <bos> … text … The code of room 41 is 70312. … text …      its KV is encoded
     asked:    the text's next tokens, and behind the same context  The code of room 41 is -> 70312

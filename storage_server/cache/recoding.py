@@ -92,7 +92,15 @@ class Recoder:
             return None
         greatest = Loss(max(keys), max(values))
         mean_error = sum(errors) / len(errors)
-        return Encoded(codec, shape, reading.num_layers, greatest.worst, mean_error, greatest), b"".join(parts)
+        encoded = Encoded(
+            codec,
+            shape,
+            reading.num_layers,
+            worst_error=greatest.worst,
+            mean_error=mean_error,
+            greatest=greatest,
+        )
+        return encoded, b"".join(parts)
 
     def close(self) -> None:
         """Wait for the chunk that is being encoded."""

