@@ -12,7 +12,7 @@ import torch
 from objectcache.calibration.form_losses import FormLoss, TextSample
 from objectcache.calibration.probes import Ids, Probe
 from objectcache.calibration.quality import States, coded, logits_behind, prefix_states
-from objectcache.calibration.real_model import CONTROL_KL_MAX, RealModel, UnusableModelError
+from objectcache.calibration.real_model import CONTROL_KL_MAX, RealModel, UnusableModelError, last_logits
 from objectcache.kv_codecs.layer import Codec
 
 
@@ -97,7 +97,8 @@ def check_answers(real: RealModel, probe: Probe, exact: Scored) -> None:
     """
     whole: Ids = probe.context + probe.continuation
     with torch.inference_mode():
-        logits = real.model(_batch(whole).to(real.model.device), use_cache=False).logits[0, len(probe.context) :]
+        ids, kept = _batch(whole).to(real.model.device), last_logits(real.model, len(probe.continuation))
+        logits = real.model(ids, use_cache=False, **kept).logits[0, -len(probe.continuation) :]
     found = divergence(logits.float().cpu().log_softmax(-1), exact.continuation)
     if not found <= CONTROL_KL_MAX:
         raise UnusableModelError(f"its answers behind its own cache are other ones (KL {found:.3g})")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from objectcache.calibration.real_model import UnusableModelError, checked_cache
+from objectcache.calibration.real_model import UnusableModelError, checked_cache, last_logits
 from objectcache.kv_codecs.dropping import chosen_places
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import decode, encode
@@ -75,7 +75,9 @@ def prefix_states(model: PreTrainedModel, context: torch.Tensor) -> States:
     """
     try:
         with torch.inference_mode():
-            told = model(context.to(model.device), past_key_values=DynamicCache(), use_cache=True)
+            told = model(
+                context.to(model.device), past_key_values=DynamicCache(), use_cache=True, **last_logits(model, 1)
+            )  # fmt: skip
     except (TypeError, AttributeError, LookupError) as error:  # of models whose caches are states
         raise UnusableModelError(f"it takes no cache of keys and values: {error}") from error
     cache: Any = checked_cache(getattr(told, "past_key_values", None), context.shape[1])

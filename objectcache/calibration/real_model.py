@@ -4,6 +4,7 @@ the reason. Needs torch and transformers.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,3 +78,10 @@ def checked_cache(cache: object, tokens: int) -> DynamicCache:
         if not bool(keys.isfinite().all() and values.isfinite().all()):
             raise UnusableModelError(f"the KV of layer {number} has values that are no numbers")
     return cache
+
+
+def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+    """The argument by which a model computes the logits of the last tokens only, where it has one: those of all tokens
+    of a context are a gigabyte with a large vocabulary.
+    """
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     file.write_text('[compression]\npolicy = "adaptive" # ours\nalpha_s = 2.5\n')
     texts = repository() / "docs" / "guides" / "compression.md"
     asked = ["calibrate", "quality", str(tmp_path / "model"), str(texts), "--config", str(file)]
-    assert run([*asked, "--smoke", "--json", str(tmp_path / "out.json")]) == 0
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    assert run([*asked, "--smoke", *files]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert {row["codec"] for row in told["codecs"]} >= {"exact", "k8v4-1", "fp8-1"}
+    assert all(row["kl"]["low"] <= row["kl"]["mean"] <= row["kl"]["high"] for row in told["codecs"])
+    assert (tmp_path / "out.png").stat().st_size > 1000
     assert "codecs" not in file.read_text(), "--smoke writes nothing"
     found = codecs_table(load_config(file), {"kivi4-1": 0.75}, RATES)
     assert found == {"kivi4-1": {"quality": 0.75, "decoded_bytes_per_s": 5e9}}
