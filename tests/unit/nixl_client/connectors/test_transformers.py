@@ -373,7 +373,7 @@ class TestDroppedTokens:
         assert shape.accept(Lossy.OFF) is None
         only = shape.accept(Lossy.OFF, dropping=[Codec.KEYDIFF50])
         assert (only.codecs, only.element, only.max_error) == (("keydiff50-1",), "float32", None)
-        assert shape.accept(Lossy.ADAPTIVE, dropping=[Codec.KEYDIFF50]).codecs[-2:] == ("kivi2-1", "keydiff50-1")
+        assert shape.accept(Lossy.ADAPTIVE, dropping=[Codec.KEYDIFF50]).codecs[-2:] == ("k4v2-1", "keydiff50-1")
         with pytest.raises(ValueError, match="take `adaptive`"):
             shape.accept(Lossy.BOUNDED, dropping=[Codec.KEYDIFF50])
         with pytest.raises(ValueError, match="not all of these"):
