@@ -109,9 +109,9 @@ bench-smoke: $(STAMP) engines
 clients: $(STAMP)
 	$(BIN)/python -m tests.clients.install
 
-# vLLM and LMCache, in an environment of their own
+# vLLM and LMCache in an environment of their own, and SGLang in one beside it
 engines: $(STAMP)
-	$(BIN)/python -m bench.beds.kv_peers.install engines
+	$(BIN)/python -m bench.beds.kv_peers.install engines sglang
 
 # measure every result again, in two hours on a machine that does nothing else; NAMES: some of them
 results: $(STAMP) clients engines peers

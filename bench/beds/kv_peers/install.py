@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,10 +28,13 @@ STEP_TIMEOUT_S = 900
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One virtual environment; `borrows` says that it sees the packages of the interpreter that made it as well."""
+    """One virtual environment; `borrows` says that it sees the packages of the interpreter that made it as well, and
+    `lender` is another environment whose packages it sees.
+    """
 
     name: str
     borrows: bool = False
+    lender: Environment | None = field(default=None, repr=False)
 
     @property
     def folder(self) -> Path:
@@ -53,6 +56,8 @@ class Environment:
         """Build it unless it is up to date, one at a time, also across processes; whether it was built. Raises
         CalledProcessError.
         """
+        if self.lender is not None:
+            self.lender.install()
         ROOT.mkdir(parents=True, exist_ok=True)
         (ROOT / ".gitignore").write_text("*\n")
         with (ROOT / ".lock").open("w") as lock:
@@ -67,10 +72,16 @@ class Environment:
                     _python(*pip, "--no-input", *index, "-c", str(self._pins), line)
             _python(*pip, "--no-input", "--no-deps", "-r", str(self._pins))
             if self.borrows:
-                packages = next((self.folder / "lib").glob("python*/site-packages"))
-                (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+                (self._packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            if self.lender is not None:
+                (self._packages / "lent.pth").write_text(f"{self.lender._packages}\n")
             (self.folder / ".installed").write_text(self._fingerprint())
             return True
+
+    @property
+    def _packages(self) -> Path:
+        """The folder that Python imports its packages from."""
+        return next((self.folder / "lib").glob("python*/site-packages"))
 
     @property
     def _pins(self) -> Path:
@@ -78,6 +89,8 @@ class Environment:
 
     def _fingerprint(self) -> str:
         lender = sys.prefix if self.borrows else ""
+        if self.lender is not None:
+            lender += self.lender._fingerprint()
         digest = hashlib.sha256(f"{sys.version} {lender} {self}".encode())
         digest.update(self._pins.read_bytes())
         return digest.hexdigest()
@@ -86,7 +99,8 @@ class Environment:
 MOONCAKE = Environment("mooncake")
 LMCACHE = Environment("lmcache", borrows=True)
 ENGINES = Environment("engines")
-ENVIRONMENTS = {environment.name: environment for environment in (MOONCAKE, LMCACHE, ENGINES)}
+SGLANG = Environment("sglang", lender=ENGINES)
+ENVIRONMENTS = {environment.name: environment for environment in (MOONCAKE, LMCACHE, ENGINES, SGLANG)}
 
 
 def _python(*arguments: str) -> None:
