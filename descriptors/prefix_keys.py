@@ -18,10 +18,10 @@ import numpy as np
 
 from descriptors.layout import LAYOUT_ID
 
-ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT = "kv", "lmcache", "vllm"
-ROOTS = (ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT)
-"""The first part of the names of our chunks, of LMCache's, and of those of vLLM's tier: the second part is the model's
-label in all of them.
+ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT, SGLANG_ROOT = "kv", "lmcache", "vllm", "sglang"
+ROOTS = (ROOT, LMCACHE_ROOT, VLLM_TIER_ROOT, SGLANG_ROOT)
+"""The first part of the names of our chunks, of LMCache's, of those of vLLM's tier, and of SGLang's pages: the second
+part is the model's label in all of them.
 """
 LABEL_CHARACTERS_MAX = 64
 METADATA_CHARACTERS_MAX = 256

@@ -1,0 +1,108 @@
+"""Facts about SGLang's configuration and pools that the names of pages need."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from nixl_client.connectors.sglang.rules.naming import Ranks, is_replicated
+from nixl_client.connectors.vllm.naming import short_name
+from nixl_client.connectors.vllm.weights import fingerprint
+
+CONFIG_BYTES_MAX = 1 << 20
+ARGUMENTS = (
+    "revision", "load_format", "dtype", "kv_cache_dtype", "quantization", "quantization_param_path",
+    "json_model_override_args", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens",
+)  # fmt: skip
+"""The arguments of the server that KV bytes depend on, beside the weights."""
+_log = logging.getLogger(__name__)
+
+
+def server_arguments() -> Any | None:
+    """The arguments that this process serves with; None where there is no server."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def engine_name(arguments: Any | None, model_name: str | None) -> str:
+    """The name that people know the model by."""
+    return short_name(str(getattr(arguments, "model_path", None) or model_name or "model"))
+
+
+def engine_identity(arguments: Any | None, model_name: str | None, epoch: str) -> str:
+    """A digest of the weights, and of all in the configuration that KV depends on."""
+    if arguments is None or not getattr(arguments, "model_path", None):
+        _log.warning("pages are told apart by the name of the model alone: set epoch where its weights change")
+        return _digest([f"name {model_name}", epoch])
+    folder = _folder(str(arguments.model_path), getattr(arguments, "revision", None))
+    parts = [f"{name} {getattr(arguments, name, None)}" for name in ARGUMENTS]
+    try:
+        parts.append(f"weights {fingerprint(folder)}")
+    except OSError as error:
+        _log.warning("pages are told apart by the name of the model alone, set epoch where it changes: %s", error)
+        parts.append(f"name {arguments.model_path}")
+    parts.append(f"config {_config(folder)}")
+    draft = getattr(arguments, "speculative_draft_model_path", None)
+    if draft:
+        try:
+            parts.append(f"draft {fingerprint(_folder(str(draft), None))}")
+        except OSError:
+            parts.append(f"draft {draft}")
+    return _digest([*parts, epoch])
+
+
+def ranks_of(config: Any) -> Ranks:
+    """The ranks of SGLang's HiCacheStorageConfig."""
+    return Ranks(
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        cp_rank=config.attn_cp_rank,
+        cp_size=config.attn_cp_size,
+    )
+
+
+def pool_fields(config: Any, identity: str, pool_name: str, pool: Any) -> dict[str, object]:
+    """All that decides what a page of this pool means, but for its size and the part's."""
+    replicated = is_replicated(pool_name, is_mla_model=config.is_mla_model, has_heads=hasattr(pool, "head_num"))
+    return {
+        "identity": identity,
+        "class": type(pool).__name__,
+        "layout": str(getattr(pool, "layout", "")),
+        "dtype": str(getattr(pool, "dtype", "")),
+        "format": str(getattr(pool, "storage_format_tag", None)),
+        "page_tokens": int(getattr(pool, "page_size", 1) or 1),
+        "layers": [getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)],
+        **ranks_of(config).fields(is_replicated=replicated),
+    }
+
+
+def _folder(model_path: str, revision: str | None) -> Path:
+    """Where the model's files lie: its path, or its place in Hugging Face's cache."""
+    path = Path(model_path)
+    if path.exists():
+        return path
+    cached = try_to_load_from_cache(model_path, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else path
+
+
+def _config(folder: Path) -> str:
+    """A digest of the model's configuration, which says how positions are rotated; empty where there is none."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            return hashlib.sha256(file.read(CONFIG_BYTES_MAX)).hexdigest()
+    except OSError:
+        return ""
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
