@@ -1,11 +1,13 @@
-"""Finds the interpreter that has vLLM. This project is not installed there: it is found by PYTHONPATH."""
+"""Finds the interpreters that have vLLM, LMCache and SGLang. This project is not installed there: it is found by
+PYTHONPATH.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from bench.beds.kv_peers.install import ENGINES
+from bench.beds.kv_peers.install import ENGINES, SGLANG
 from tests.support.requests import OWNER
 from tests.support.tree import repository
 
@@ -25,6 +27,13 @@ def engine_python() -> Path:
     if not ENGINES.is_installed:
         raise EnvironmentMissingError("the engines' environment is missing or out of date: run `make engines`")
     return ENGINES.python
+
+
+def sglang_python() -> Path:
+    """The interpreter that has SGLang. Raises EnvironmentMissingError."""
+    if not SGLANG.is_installed:
+        raise EnvironmentMissingError("SGLang's environment is missing or out of date: run `make engines`")
+    return SGLANG.python
 
 
 def engine_variables() -> dict[str, str]:
