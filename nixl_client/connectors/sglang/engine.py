@@ -19,6 +19,11 @@ ARGUMENTS = (
     "json_model_override_args", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens",
 )  # fmt: skip
 """The arguments of the server that KV bytes depend on, beside the weights."""
+GEOMETRY = (
+    "layer_num", "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim",
+    "kv_cache_dim", "num_mamba_layers", "temporal_state_shape", "conv_state_shapes", "temporal_dtype", "conv_dtype",
+)  # fmt: skip
+"""What a pool says of its pages' shape: pages of one size may have more heads, and narrower ones."""
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +86,7 @@ def pool_fields(config: Any, identity: str, pool_name: str, pool: Any) -> dict[s
         "dtype": str(getattr(pool, "dtype", "")),
         "format": str(getattr(pool, "storage_format_tag", None)),
         "page_tokens": int(getattr(pool, "page_size", 1) or 1),
+        "geometry": [str(getattr(pool, name, None)) for name in GEOMETRY],
         "layers": [getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)],
         **ranks_of(config).fields(is_replicated=replicated),
     }

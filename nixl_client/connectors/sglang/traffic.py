@@ -23,6 +23,7 @@ from nixl_client.connectors.load_staging import LoadStaging
 from nixl_client.connectors.sglang.options import HiCacheOptions
 from nixl_client.connectors.sglang.rules.parts import portions
 from nixl_client.connectors.startup import say
+from nixl_client.fetch.delivery_state import ProtocolViolationError
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
@@ -35,9 +36,9 @@ PUT_OBJECTS = 32
 """Objects that are put before loads may go first again."""
 LOADS_FIRST_S = 2.0
 """A store waits no longer for loads to end."""
-SETTLE_PAUSE_S = 1.0
 PROBE_BYTES = 4096
-FAILURES = (ObjectCacheError, OSError, TimeoutError, ValueError, RuntimeError)
+FAILURES = (ObjectCacheError, OSError, TimeoutError, ValueError, RuntimeError, ProtocolViolationError)
+"""The last one is of a server that answers more than it was asked for."""
 _log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Write = Callable[[int, Bytes], None]
@@ -223,26 +224,25 @@ class PageTraffic:
         return count
 
     def _is_staged(self) -> bool:
-        """Whether loads go by way of a buffer of ours: where a server on this host fills it, that and a copy cost less
-        than reading a body into the host pool, whose memory the server cannot be handed.
+        """Whether loads go by way of a buffer of ours: wherever a server writes by itself. It cannot be handed the host
+        pool's memory on this host. From another one it could, but one that hangs or dies might write into pages that
+        have gone to other requests, and to wait until it cannot would hold all further loads up. Over http only this
+        process writes.
         """
         with self._lock:
             if self._probe is None:
                 self._probe = self._loads.allocate_buffer(PROBE_BYTES)
             probe = self._probe
-        return self._loads.register_buffer(probe) is Transport.SHM
+        return self._loads.register_buffer(probe) is not Transport.HTTP
 
     def _load_direct(
         self, names: Sequence[str], nbytes: int, memory: Bytes, places: Sequence[int], deadline_s: float
     ) -> int:
-        """Straight into the host pool."""
+        """Straight into the host pool. On return nobody writes there any more."""
 
         def fetch(wanted: int) -> int:
-            begun = self._begin(names[:wanted], nbytes, memory, places[:wanted])
-            try:
+            with self._begin(names[:wanted], nbytes, memory, places[:wanted]) as begun:
                 return begun.wait(self._left_s(deadline_s)).chunk_count
-            finally:
-                self._settle(begun)
 
         return _without_damaged(fetch, len(names))
 
@@ -308,22 +308,6 @@ class PageTraffic:
             on_missing=OnMissing.PREFIX,
             places=places,
         )
-
-    def _settle(self, fetch: LayerFetch) -> None:
-        """Return when nobody writes into the pages of this fetch, however long that takes: to give them back sooner
-        would let a server that hangs write into another request's KV when it goes on.
-        """
-        has_told = False
-        while not fetch.is_settled and not self._is_closing.is_set():
-            try:
-                fetch.cancel()
-            except FAILURES as error:
-                with self._lock:
-                    self._breaker.failed(time.monotonic())
-                if not has_told:
-                    _log.warning("the storage server hangs, and may still write: its pages wait for it: %s", error)
-                has_told = True
-                self._is_closing.wait(SETTLE_PAUSE_S)
 
     def _is_open(self, breaker: Breaker) -> bool:
         with self._lock:
