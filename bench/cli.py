@@ -14,6 +14,7 @@ from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
 from bench.experiments.orchestrator.run import ORCHESTRATOR
 from bench.experiments.s3.run import S3
+from bench.experiments.sglang import SGLANG_PAGES
 from bench.experiments.upstream import UPSTREAM
 from bench.paper.compression.run import COMPRESSION
 from bench.paper.device.copies import COPIES
@@ -26,7 +27,7 @@ from bench.paper.ttft.run import TTFT
 
 EXPERIMENTS = (
     AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,
-    RECOMPUTE, COPIES, ENGINE, GROWTH,
+    RECOMPUTE, COPIES, ENGINE, SGLANG_PAGES, GROWTH,
 )  # fmt: skip
 
 

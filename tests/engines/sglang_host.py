@@ -262,6 +262,28 @@ class Host:
         leading = found.index(False) if False in found else len(found)
         return found, at.is_right("kv", seed, slots, leading), seconds
 
+    def timed(self, node: str, seed: int, count: int) -> dict[str, Any]:
+        """Seconds of storing pages that nobody has stored, of finding them, and of loading them into other places, each
+        as a controller's thread calls the back-end, whichever interface that has; and whether all came right.
+        """
+        at = self.nodes[node]
+        controller, hashes = at.controller, at.hashes(seed, count)
+        slots, others = at.slots("kv", seed, count), at.slots("kv", seed + 1000, count)
+        at.put("kv", seed, slots)
+        began_s = time.perf_counter()
+        is_stored = controller.page_set_func(hashes, at.indices("kv", slots))
+        set_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        found = at.backend.batch_exists(hashes)
+        exists_s = time.perf_counter() - began_s
+        at.fill()
+        request = SimpleNamespace(request_id="timed", is_terminated=lambda: False)
+        began_s = time.perf_counter()
+        came = controller.page_get_func(request, hashes, at.indices("kv", others))
+        get_s = time.perf_counter() - began_s
+        is_right = is_stored and found == came == count and at.is_right("kv", seed, others, count)
+        return {"set": set_s, "exists": exists_s, "get": get_s, "is_right": bool(is_right)}
+
     def set_all(self, node: str, seed: int, count: int, states: Sequence[int]) -> dict[str, list[bool]]:
         """Store pages of KV, and states for these pages, by the calls for several pools."""
         at = self.nodes[node]
