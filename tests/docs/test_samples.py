@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from nixl_client.connectors.lmcache.options import LMCacheOptions
+from nixl_client.connectors.sglang.options import HiCacheOptions
 from objectcache.cli.config import load_config
 from objectcache.cli.main import make_parser
 from tests.support.tree import repository
@@ -73,9 +74,11 @@ def test_a_configuration_loads(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", blocks("json"))
-def test_lmcache_takes_these_options(text: str) -> None:
+def test_the_connector_takes_these_options(text: str) -> None:
     found = json.loads(text)
-    if "endpoint" in found:
+    if found.get("class_name") == "ObjectCacheHiCache":
+        assert HiCacheOptions.of(found).endpoint == found["endpoint"]
+    elif "endpoint" in found:
         assert LMCacheOptions.of(found).endpoint == found["endpoint"]
 
 

@@ -15,8 +15,10 @@ import pytest
 from tests.support.tree import repository
 
 DOCS = repository() / "docs"
-WORDS_MAX = 35_000
-"""The most words of guides and reference together: nobody reads more."""
+WORDS_MAX = 35_800
+"""The most words of guides and reference together: nobody reads more. SGLang's guide raised it from 35,000: its readers
+have another engine, and read it in place of that engine's.
+"""
 
 
 class Links(HTMLParser):

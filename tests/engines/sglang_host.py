@@ -407,6 +407,17 @@ class Host:
         """Clear the storage, as SGLang's administration does."""
         self.nodes[node].controller.storage_backend.clear()
 
+    def flags(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """What SGLang's server makes of these arguments, as far as they are about its hierarchical cache."""
+        import argparse
+
+        from sglang.srt.server_args import ServerArgs
+
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        found = vars(parser.parse_args(list(arguments)))
+        return {name: value for name, value in found.items() if "hicache" in name or name == "page_size"}
+
     def threads(self) -> int:
         """How many threads of ours there are."""
         return sum(thread.name.startswith("objectcache") for thread in threading.enumerate())

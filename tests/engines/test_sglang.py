@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from tests.engines.sglang_run import SGLang, seaweedfs_options, sglang
 from tests.engines.store import Store, free_port, running_store
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import s3_client
+from tests.support.tree import repository
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -398,6 +402,22 @@ def test_whatever_a_hostile_server_answers_is_a_miss(engine: SGLang, seed: int, 
         assert node.exists(seed, 4) == 0
         assert node.get(seed, 4) == 0
         assert node.set(seed, 4) == 0
+
+
+def test_the_guides_file_and_flags_are_taken(engine: SGLang, shared: Store, seed: int) -> None:
+    """The flags by SGLang's own parser, and the file as it stands but for the address of the server."""
+    guide = (repository() / "docs/guides/sglang.md").read_text()
+    (table,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)```", guide, re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    flags = engine.process.ask("flags", arguments=words[3:])
+    assert flags["hicache_storage_backend_extra_config"] == "@hicache.json"
+    options = {**json.loads(table), "endpoint": shared.endpoint}
+    layout, page_tokens = flags["hicache_mem_layout"], flags["page_size"]
+    with engine.node(flags["hicache_storage_backend"], options, layout=layout, page_tokens=page_tokens) as node:
+        assert node.backup(seed, 4) == 4
+        assert node.prefetch(seed, 4) == (4, 4)
 
 
 def test_engines_that_end_leave_no_thread_behind(engine: SGLang, shared: Store, seed: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ def engine_identity(arguments: Any | None, model_name: str | None, epoch: str) -
         _log.warning("pages are told apart by the name of the model alone, set epoch where it changes: %s", error)
         parts.append(f"name {arguments.model_path}")
     parts.append(f"config {_config(folder)}")
+    parts += [f"adapter {_adapter(path)}" for path in _adapter_paths(getattr(arguments, "lora_paths", None))]
     draft = getattr(arguments, "speculative_draft_model_path", None)
     if draft:
         try:
@@ -90,6 +93,29 @@ def pool_fields(config: Any, identity: str, pool_name: str, pool: Any) -> dict[s
         "layers": [getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)],
         **ranks_of(config).fields(is_replicated=replicated),
     }
+
+
+def _adapter_paths(given: Any) -> list[str]:
+    """The paths of the adapters that a server starts with. SGLang tells those apart by name and path alone; others, by
+    an id that it makes anew whenever it loads one. They are given as NAME=PATH, as tables, or as SGLang's own records.
+    """
+    paths = []
+    for each in given.values() if isinstance(given, Mapping) else given or ():
+        path = each.get("lora_path") if isinstance(each, Mapping) else getattr(each, "lora_path", each)
+        _, separator, named = str(path).partition("=")
+        paths.append(named if separator and isinstance(each, str) else str(path))
+    return sorted(paths)
+
+
+def _adapter(path: str) -> str:
+    """A text that tells an adapter's weights from those that were there before. An adapter that cannot be looked at
+    gets one that nobody else has: pages then go with the process.
+    """
+    try:
+        return fingerprint(_folder(path, None))
+    except OSError as error:
+        _log.warning("an adapter cannot be told from another one at its path, so nothing is shared: %s", error)
+        return uuid.uuid4().hex
 
 
 def _folder(model_path: str, revision: str | None) -> Path:

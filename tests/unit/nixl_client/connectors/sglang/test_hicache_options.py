@@ -67,6 +67,32 @@ def test_the_identity_follows_weights_configuration_and_arguments_and_not_the_pa
     assert engine_identity(serving(tmp_path / "a"), "served", "2") != identities["a"]
 
 
+def test_an_adapter_that_is_replaced_at_its_path_has_other_pages(tmp_path: Path) -> None:
+    """SGLang hashes an adapter that it starts with by name and path: the old one's KV would be taken for the new
+    one's.
+    """
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"1" * 64)
+    path = str(tmp_path / "adapter")
+    forms: list[object] = [{"name": path}, [path], [f"name={path}"], [{"lora_name": "name", "lora_path": path}]]
+    forms.append([SimpleNamespace(lora_path=path)])
+    identities = []
+    for weights in (b"1" * 64, b"2" * 64):
+        (tmp_path / "adapter" / "model.safetensors").write_bytes(weights)
+        found = {engine_identity(serving(tmp_path / "model", lora_paths=given), "served", "") for given in forms}
+        assert len(found) == 1
+        identities += found
+    assert identities[0] != identities[1]
+
+
+def test_an_adapter_that_cannot_be_looked_at_shares_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1" * 64)
+    arguments = serving(tmp_path, lora_paths=["org/absent"])
+    assert engine_identity(arguments, "served", "") != engine_identity(arguments, "served", "")
+    assert "nothing is shared" in caplog.text
+
+
 def test_without_weights_to_look_at_the_name_decides_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert engine_identity(None, "one", "") != engine_identity(None, "two", "")
     assert engine_identity(serving(Path("org/absent")), "one", "") != engine_identity(serving(Path("org/b")), "one", "")
