@@ -209,7 +209,7 @@ class _Rates:
         self._add("backup", page_count, nbytes, seconds)
 
     def take(self) -> Any:
-        """What was measured since the last call; None where SGLang wants none."""
+        """The measurements since the last call; None where SGLang wants none."""
         if not self._is_wanted:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

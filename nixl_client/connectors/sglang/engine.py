@@ -25,7 +25,7 @@ GEOMETRY = (
     "layer_num", "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim",
     "kv_cache_dim", "num_mamba_layers", "temporal_state_shape", "conv_state_shapes", "temporal_dtype", "conv_dtype",
 )  # fmt: skip
-"""What a pool says of its pages' shape: pages of one size may have more heads, and narrower ones."""
+"""The attributes of a pool that give the shape of its pages: of two of one size, one may have more, narrower heads."""
 _log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ PROMISED = frozenset(
 )
 """The options that users have. The others are in `internals`, and may change with each version."""
 FACTORY_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""What SGLang itself reads of the same table, and leaves there."""
+"""The names that SGLang itself reads of the same table, and leaves there."""
 WAIT_MAX_S = 600
 
 

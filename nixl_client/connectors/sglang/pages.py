@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nixl_client.connectors.sglang.rules.naming import PageSpace
-from nixl_client.connectors.sglang.rules.parts import Addresses, Allocation, PartGroup, part_groups, places
+from nixl_client.connectors.sglang.rules.parts import Addresses, HostAllocation, PartGroup, part_groups, places
 from nixl_client.connectors.sglang.traffic import Bytes, PageTraffic
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class HostPages:
         self._pool = pool
         self._page_tokens = int(getattr(pool, "page_size", 1) or 1)
         self._memories: list[Bytes] = []
-        self._allocations: list[Allocation] = []
+        self._allocations: list[HostAllocation] = []
         self._groups: tuple[PartGroup, ...] = ()
         self._part_bytes: tuple[int, ...] = ()
         self._page_dtype: torch.dtype = torch.uint8
@@ -109,7 +109,7 @@ class HostPages:
     def _find_parts(self) -> None:
         """Learn from the first page how pages lie. Raises ValueError and others where its parts have no addresses."""
         memories = [_bytes_of(tensor) for tensor in _tensors(self._pool)]
-        allocations = [Allocation(int(each.ctypes.data), each.nbytes) for each in memories]
+        allocations = [HostAllocation(int(each.ctypes.data), each.nbytes) for each in memories]
         found, sizes = self._meta(torch.arange(self._page_tokens, dtype=torch.int64))
         self._groups = part_groups(found, sizes, allocations)
         self._part_bytes = tuple(sizes)

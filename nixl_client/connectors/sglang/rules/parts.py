@@ -20,7 +20,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class HostAllocation:
     """Contiguous host memory of a pool: its first address, and its size."""
 
     start: int
@@ -41,7 +41,7 @@ class PartGroup:
 
 
 def part_groups(
-    addresses: Sequence[int], part_bytes: Sequence[int], allocations: Sequence[Allocation]
+    addresses: Sequence[int], part_bytes: Sequence[int], allocations: Sequence[HostAllocation]
 ) -> tuple[PartGroup, ...]:
     """The groups of one page's parts, of which each is in one allocation. Raises ValueError for parts that lie in none,
     for empty ones, and for more than PARTS_MAX.
@@ -58,7 +58,7 @@ def part_groups(
     return tuple(PartGroup(index, nbytes, tuple(parts)) for (index, nbytes), parts in groups.items())
 
 
-def places(group: PartGroup, addresses: Addresses, allocation: Allocation) -> list[int]:
+def places(group: PartGroup, addresses: Addresses, allocation: HostAllocation) -> list[int]:
     """The offsets in the allocation of a group's parts, page by page; `addresses` are int64 of shape (pages, parts).
     Raises ValueError where one is not in the allocation, or two overlap: the bytes of somebody else would be written.
     """

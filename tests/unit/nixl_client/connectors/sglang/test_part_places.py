@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_client.connectors.sglang.rules.parts import Allocation, PartGroup, part_groups, places, portions
+from nixl_client.connectors.sglang.rules.parts import HostAllocation, PartGroup, part_groups, places, portions
 
-POOL = Allocation(1000, 400)
+POOL = HostAllocation(1000, 400)
 
 
 def test_parts_of_one_size_in_one_allocation_go_together() -> None:
-    allocations = [POOL, Allocation(5000, 100)]
+    allocations = [POOL, HostAllocation(5000, 100)]
     groups = part_groups([1000, 1200, 5000, 1300], [50, 50, 50, 20], allocations)
     assert groups == (PartGroup(0, 50, (0, 1)), PartGroup(1, 50, (2,)), PartGroup(0, 20, (3,)))
 
 
 def test_a_part_is_placed_in_the_largest_allocation_that_holds_it() -> None:
     """A pool refers to parts of its memory, too."""
-    assert part_groups([1000], [50], [Allocation(1000, 60), POOL]) == (PartGroup(1, 50, (0,)),)
+    assert part_groups([1000], [50], [HostAllocation(1000, 60), POOL]) == (PartGroup(1, 50, (0,)),)
 
 
 @pytest.mark.parametrize(
