@@ -47,7 +47,7 @@ class WorkerSide:
         is_writer: bool = True,
         may_be_encoded: bool = True,
     ) -> None:
-        """`is_ahead` has loads over before their requests run. What another worker writes this one need not."""
+        """`is_ahead` has loads over before their requests run. A worker whose part another one writes is no writer."""
         if not may_be_encoded:
             options = replace(options, lossy=Lossy.OFF)
         states = layers[0].keys
