@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nixl_client.connectors.sglang.options import HiCacheOptions
-from nixl_client.connectors.sglang.pages import HostPages
+from nixl_client.connectors.sglang.pages import HostPages, counts_only
 from nixl_client.connectors.sglang.traffic import PageTraffic
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack
@@ -84,6 +84,26 @@ def test_pages_come_back_to_other_places_and_nothing_else_changes(traffic: PageT
     assert pages.load(traffic, HASHES, tokens(9, 1, 2, 11, 4)) == [True] * 4 + [False]
     assert torch.equal(pool.kv_buffer, wanted)
     assert traffic.counters.totals["fetches"] == 1
+
+
+def test_a_pool_that_is_not_known_to_be_empty_has_pages() -> None:
+    """Pages of a pool that only counts them are said to be there: of any other pool that would be wrong KV."""
+
+    class LogicalHostPool:
+        kv_buffer = None
+
+    class OtherPool:
+        kv_buffer = None
+
+    class DummyPool(OtherPool):
+        _is_dummy = True
+
+    assert [counts_only(pool()) for pool in (LogicalHostPool, OtherPool, DummyPool, TensorPool)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("indices", [None, tokens(1), tokens(PAGES, 1)])

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from nixl_client.connectors.sglang.engine import engine_identity, engine_name, pool_fields, server_arguments
 from nixl_client.connectors.sglang.listing import object_names
 from nixl_client.connectors.sglang.options import HiCacheOptions
-from nixl_client.connectors.sglang.pages import HostPages, has_memory
+from nixl_client.connectors.sglang.pages import HostPages, counts_only
 from nixl_client.connectors.sglang.rules.hits import HitPolicy, PoolPages, leading_count, page_hits, whole_pages
 from nixl_client.connectors.sglang.traffic import PageTraffic
 
@@ -156,7 +156,7 @@ class ObjectCacheHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not
             traffic.close()
 
     def _add(self, name: str, pool: Any) -> None:
-        if not has_memory(pool):
+        if counts_only(pool):
             self._pages[name] = None
         elif name not in self._pages:
             fields = pool_fields(self._config, self._identity, name, pool)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from nixl_client.connectors.sglang.rules.hits import whole_pages
 from nixl_client.connectors.sglang.rules.naming import PageSpace
 from nixl_client.connectors.sglang.rules.parts import Addresses, HostAllocation, PartGroup, part_groups, places
-from nixl_client.connectors.sglang.traffic import Bytes, PageTraffic
+from nixl_client.connectors.sglang.traffic import PUT_OBJECTS, Bodies, Bytes, PageTraffic
 
+COPIES_BYTES = 64 << 20
+"""The most memory that is kept for copies of pages; a single page may be larger."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +34,9 @@ class HostPages:
         self._groups: tuple[PartGroup, ...] = ()
         self._part_bytes: tuple[int, ...] = ()
         self._page_dtype: torch.dtype = torch.uint8
+        self._copying = threading.Lock()
+        """Held while the copies of pages are used."""
+        self._copies: Bytes = np.empty(0, dtype=np.uint8)
         try:
             self._find_parts()
         except (ValueError, NotImplementedError, AttributeError, AssertionError, TypeError) as error:
@@ -81,30 +88,38 @@ class HostPages:
 
     def store(self, traffic: PageTraffic, hashes: Sequence[str], indices: Any) -> list[bool]:
         """Store those of these pages that are missing. For each whether all of it is stored."""
-        names = self.space.object_names(hashes)
-        part_count = len(self._part_bytes)
+        names, metadata = self.space.object_names(hashes), self.space.metadata()
         if self._groups:
-            addresses = self._addresses(indices, len(hashes))
-            offsets: list[tuple[Bytes, int, int]] = [(np.empty(0, np.uint8), 0, 0)] * len(names)
-            for group in self._groups:
-                index = group.allocation_index
-                found = iter(places(group, addresses, self._allocations[index]))
-                for page in range(len(hashes)):
-                    for part in group.parts:
-                        offsets[page * part_count + part] = (self._memories[index], next(found), group.nbytes)
-
-            def body(number: int) -> Bytes:
-                memory, offset, nbytes = offsets[number]
-                return memory[offset : offset + nbytes]
+            is_stored = traffic.store(names, self._part_bodies(hashes, indices), metadata)
         else:
             starts = self._starts(indices, len(hashes))
+            at_once = max(1, min(PUT_OBJECTS, COPIES_BYTES // self.page_bytes))
+            with self._copying:
+                is_stored = traffic.store(names, lambda numbers: self._copied(starts, numbers), metadata, at_once)
+        return whole_pages(is_stored, len(self._part_bytes))
 
-            def body(number: int) -> Bytes:
-                page = self._pool.get_data_page(starts[number], flat=True)
-                return _bytes_of(page.contiguous())
+    def _part_bodies(self, hashes: Sequence[str], indices: Any) -> Bodies:
+        """The parts where they lie."""
+        addresses, part_count = self._addresses(indices, len(hashes)), len(self._part_bytes)
+        bodies: dict[int, Bytes] = {}
+        for group in self._groups:
+            memory = self._memories[group.allocation_index]
+            found = iter(places(group, addresses, self._allocations[group.allocation_index]))
+            for page in range(len(hashes)):
+                for part in group.parts:
+                    start = next(found)
+                    bodies[page * part_count + part] = memory[start : start + group.nbytes]
+        return lambda numbers: [bodies[number] for number in numbers]
 
-        is_stored = traffic.store(names, body, self.space.metadata())
-        return [all(is_stored[at : at + part_count]) for at in range(0, len(is_stored), part_count)]
+    def _copied(self, starts: Sequence[int], numbers: Sequence[int]) -> list[Bytes]:
+        """Copies of pages, in memory that is kept: the kernel would have to give new memory page by page each time."""
+        nbytes = self.page_bytes
+        if self._copies.nbytes < len(numbers) * nbytes:
+            self._copies = np.empty(len(numbers) * nbytes, dtype=np.uint8)
+        rows = self._copies[: len(numbers) * nbytes].reshape(len(numbers), nbytes)
+        for row, number in zip(rows, numbers, strict=True):
+            row[:] = _bytes_of(self._pool.get_data_page(starts[number], flat=True).contiguous())
+        return list(rows)
 
     def _find_parts(self) -> None:
         """Learn from the first page how pages lie. Raises ValueError and others where its parts have no addresses."""
@@ -139,9 +154,12 @@ class HostPages:
         return [int(address) for address in addresses], [int(size) for size in sizes]
 
 
-def has_memory(pool: Any) -> bool:
-    """Whether a pool holds bytes. One that only counts pages, whose KV is in the pools beside it, holds none."""
-    return getattr(pool, "kv_buffer", None) is not None
+def counts_only(pool: Any) -> bool:
+    """Whether a pool counts pages and holds none: its KV is in the pools beside it (SGLang's LogicalHostPool), or in
+    the memory of another rank (a dummy). Any other pool has pages of its own, whatever it calls its memory.
+    """
+    is_empty = getattr(pool, "kv_buffer", None) is None
+    return is_empty and (type(pool).__name__ == "LogicalHostPool" or bool(getattr(pool, "_is_dummy", False)))
 
 
 def _tensors(pool: Any) -> list[torch.Tensor]:

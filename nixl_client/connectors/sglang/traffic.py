@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Write = Callable[[int, Bytes], None]
 """Takes the number of an object, and rows of the objects from it on: uint8 of shape (objects, bytes)."""
+Bodies = Callable[[Sequence[int]], Sequence[Bytes]]
+"""Gives the bytes of the objects with these numbers, which stay as they are until it is called again."""
 
 
 class PageTraffic:
@@ -121,9 +123,11 @@ class PageTraffic:
         """
         return self._load(names, nbytes, lambda deadline_s: self._load_rows(names, nbytes, write, deadline_s))
 
-    def store(self, names: Sequence[str], body: Callable[[int], Bytes], metadata: Mapping[str, str]) -> list[bool]:
-        """Store those of these objects that are missing; `body` gives the bytes of the object with a number. For each
-        whether it is stored now. After a failure, and past the deadline, no further object is begun.
+    def store(
+        self, names: Sequence[str], bodies: Bodies, metadata: Mapping[str, str], at_once: int = PUT_OBJECTS
+    ) -> list[bool]:
+        """Store those of these objects that are missing, `at_once` at most at a time; `bodies` gives their bytes. For
+        each whether it is stored now. After a failure, and past the deadline, no further object is begun.
         """
         is_stored = [False] * len(names)
         deadline_s = time.monotonic() + self._options.store_timeout_s
@@ -134,20 +138,20 @@ class PageTraffic:
             is_stored = list(self._stores.present(names, timeout_s=self._left_s(deadline_s)))
             missing = [number for number, is_there in enumerate(is_stored) if not is_there]
             self.counters.add(stored_already_objects=len(names) - len(missing))
-            for first in range(0, len(missing), PUT_OBJECTS):
+            for first in range(0, len(missing), at_once):
                 self._loads_idle.wait(min(LOADS_FIRST_S, self._left_s(deadline_s)))
-                part = missing[first : first + PUT_OBJECTS]
-                bodies = [body(number) for number in part]
+                part = missing[first : first + at_once]
+                taken = bodies(part)
                 self._stores.put_chunks(
                     [names[number] for number in part],
-                    bodies,
+                    taken,
                     content_class=self._options.content_class,
                     metadata=metadata,
                     timeout_s=self._left_s(deadline_s),
                 )
                 for number in part:
                     is_stored[number] = True
-                self.counters.add(stored_objects=len(part), stored_bytes=sum(each.nbytes for each in bodies))
+                self.counters.add(stored_objects=len(part), stored_bytes=sum(each.nbytes for each in taken))
             self._succeeded(self._store_breaker)
         except FAILURES as error:
             self._failed("store", error, self._store_breaker)
