@@ -21,6 +21,7 @@ from storage_server.home.directory.journal import (
     STEP_ROWS,
     JournalPlace,
     ReadJournal,
+    read_front,
     read_journal,
 )
 from storage_server.home.directory.journal_problems import JournalProblems
@@ -64,6 +65,11 @@ class Following:
         self._shares = Shares()
         self._late = LateJournals(self._read_late, self._tell_changes)
         """Writers that have used up what is waited for, until they are read to their ends."""
+        self._fronts: dict[str, tuple[JournalPlace, int]] = {}
+        """Of writers whose generation was begun behind its front: how far that is read, and where it was begun. What is
+        behind the snapshot is read twice, since it has the newest record of a thing that the snapshot has, too.
+        """
+        self._front_readers = LateJournals(self._read_front, self._tell_changes)
         self.problems = JournalProblems()
         self._untold: list[Shown] = []
         self._running: asyncio.Task[None] | None = None
@@ -92,6 +98,7 @@ class Following:
                 task.cancel()
                 await asyncio.wait([task])
         await self._late.close()
+        await self._front_readers.close()
         self._io.close()
 
     async def run(self, poll_s: float) -> None:
@@ -236,6 +243,10 @@ class Following:
             generation = self._places.get(journal.writer, JournalPlace()).generation
             if generation not in (0, journal.end.generation):
                 self._outdated_s = time.monotonic()
+                self._fronts.pop(journal.writer, None)
+                if journal.front:
+                    self._fronts[journal.writer] = JournalPlace(journal.end.generation), journal.front
+                    self._front_readers.add(journal.writer)
             self._places[journal.writer] = journal.end
             self._untold += changed
 
@@ -244,6 +255,7 @@ class Following:
         self.problems.keep(self._listed, self._late.writers - self._listed)
         self._late.writers &= self._listed
         self._places = {writer: place for writer, place in self._places.items() if writer in self._listed}
+        self._fronts = {writer: front for writer, front in self._fronts.items() if writer in self._listed}
         self._shares.keep(self._listed)
 
     def _leave_behind(self, writer: str) -> None:
@@ -261,13 +273,49 @@ class Following:
             self.problems.note_read(writer)
         return journal
 
+    async def _read_front(self, writer: str) -> ReadJournal:
+        """Read a piece of a front, and carry it out: it says what was known, and of what no record is left."""
+        if writer not in self._fronts:
+            self._front_readers.writers.discard(writer)
+            return ReadJournal(writer, JournalPlace())
+        place, front = self._fronts[writer]
+        reading = partial(read_front, Beneath(self._root, WRITERS) / writer, place, front, STEP_BYTES, LATE_ROWS)
+        try:
+            journal = await self._front_readers.io.run(lambda: reading(self._clock.latest))
+        except OSError:  # a newer generation has come, or it is tried again
+            return ReadJournal(writer, place)
+        self.problems.note_passed_over(writer, journal.passed_over)
+        self._untold += await self._committer.commit(partial(self._applied_front, journal=journal), frees=True)
+        if self._fronts.get(writer) == (place, front):
+            self._fronts[writer] = journal.end, front
+            if journal.is_whole:
+                del self._fronts[writer]
+                self._outdated_s = time.monotonic()
+        return journal
+
+    def _applied_front(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
+        changed = self._applied_pieces(tx, journal)
+        if journal.is_whole:
+            place = self._places.get(journal.writer, JournalPlace())
+            if place.generation == journal.end.generation:
+                merge.note_position(tx.db, journal.writer, place.generation, place.position)
+        return changed
+
     def _applied(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
-        """Carry the pieces out; what shows something else now."""
+        """Carry the pieces out; what shows something else now. Until its front is read, a new generation is not written
+        down as begun: after a restart, and in a release before, it is found from the generation before once more.
+        """
+        changed = self._applied_pieces(tx, journal)
+        front = self._fronts.get(journal.writer)
+        if not (journal.front or (front is not None and front[0].generation == journal.end.generation)):
+            merge.note_position(tx.db, journal.writer, journal.end.generation, journal.end.position)
+        return changed
+
+    def _applied_pieces(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
         changed = list[Shown]()
         for place, records in journal.pieces:
             self._clock.observe(max((record.stamp for record in records), default=0))
             changed += merge.apply(tx, journal.writer, place.generation, records, time.time())
-        merge.note_position(tx.db, journal.writer, journal.end.generation, journal.end.position)
         return changed
 
     async def _tell_changes(self) -> None:

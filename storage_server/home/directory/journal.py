@@ -1,9 +1,10 @@
 """Journals in a shared directory. Each writer appends to its own, and reads those of all others.
 
-    DIR/writers/<writer>/journal-<generation>     frames of storage_server.home.directory.rules.records
+    DIR/writers/<writer>/journal-<generation>        frames of storage_server.home.directory.rules.records
+    DIR/writers/<writer>/succession-<generation>     how it goes on from the generation before
 
 A journal is written anew under the next generation when most of it is old. A reader goes to the newest generation and
-reads it from its front.
+reads it from its front, or goes on behind the front where it has read the generation before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from storage_server.home.directory.rules.records import (
     wanted_bytes,
     whole_frames,
 )
+from storage_server.home.directory.rules.succession import SUCCESSION_BYTES_MAX, Succession, decoded_succession
 from storage_server.kernel.data.disk import Disk
 
 STEP_BYTES = 4 << 20
@@ -50,6 +52,7 @@ LOOK_BYTES = 4096
 PROVED_BYTES = 1 << 20
 """So much of a large frame is held while its checksum is computed."""
 _NAME = re.compile(r"journal-(\d{1,9})\Z")
+_SUCCESSION = re.compile(r"succession-(\d{1,9})(\.[0-9a-f]{12}\.new)?\Z")
 
 
 @dataclass(slots=True)
@@ -94,7 +97,9 @@ class OwnJournal:
         self._fd = _own(place, os.O_CREAT)
         self._disk.sync_directory(self._folder)
         for name in self._folder.names():  # what a crash has left of a rewrite
-            if name != place.name and _NAME.match(name.removesuffix(".new")):
+            succession = _SUCCESSION.match(name)
+            is_other = succession is not None and (int(succession[1]) != self.generation or succession[2] is not None)
+            if is_other or (name != place.name and _NAME.match(name.removesuffix(".new"))):
                 self._disk.unlink(self._folder / name)
         known = {coming[0]: coming[1], generation: position}
         self.end = known.get(self.generation, 0)
@@ -187,12 +192,16 @@ class OwnJournal:
         finally:
             os.close(fd)
 
-    def finish_rewrite(self, rewrite: Rewrite) -> None:
-        """The new generation counts from now on; without an error the old one is gone."""
+    def finish_rewrite(self, rewrite: Rewrite, succession: Succession | None = None) -> None:
+        """The new generation counts from now on; without an error the old one is gone. Without `succession` readers
+        begin at its front.
+        """
         self.require_known()
         if rewrite.generation != self.generation:
             raise OSError(errno.ESTALE, "the journal was written anew meanwhile")
         place = _place(self._folder, self.generation + 1)
+        if succession is not None:
+            _succession(self._folder, self.generation + 1).write(succession.encoded())
         self._is_doubtful = True  # until it is known which of the two counts
         try:
             rewrite.place.rename(place)
@@ -206,7 +215,7 @@ class OwnJournal:
         self._follow(place, rewrite.end)
         self._is_doubtful = False
         for name in self._folder.names():
-            match = _NAME.match(name)
+            match = _NAME.match(name) or _SUCCESSION.match(name)
             if match and int(match[1]) < self.generation:
                 with contextlib.suppress(OSError):  # the next time
                     self._disk.unlink(self._folder / name)
@@ -288,6 +297,8 @@ class ReadJournal:
     """How many bytes were read."""
     is_whole: bool = False
     """Whether the end of the journal was reached."""
+    front: int = 0
+    """How many bytes at the front of a new generation were passed by: they say what was known from the one before."""
     passed_over: PassedOver = field(default_factory=PassedOver)
 
     @property
@@ -329,6 +340,20 @@ def read_journal(
         return journal
     finally:
         os.close(fd)
+
+
+def read_front(
+    folder: Beneath, place: JournalPlace, end: int, budget_bytes: int, rows_max: int, stamp_max: int
+) -> ReadJournal:
+    """Read on in the front of a generation, which ends at `end`. Raises OSError."""
+    journal = ReadJournal(folder.name, place)
+    fd = _place(folder, place.generation).open(os.O_RDONLY)
+    try:
+        _read_on(fd, journal, end, budget_bytes, rows_max, stamp_max)
+    finally:
+        os.close(fd)
+    journal.is_whole = journal.end.position >= end
+    return journal
 
 
 def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_max: int, stamp_max: int) -> None:
@@ -424,6 +449,7 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
         with contextlib.suppress(FileNotFoundError):
             fd = _place(folder, start.generation + 1).open(os.O_RDONLY)
             journal.start = JournalPlace(start.generation + 1)
+            _pass_front(folder, fd, start, journal)
             return fd
         with contextlib.suppress(FileNotFoundError):
             fd = _place(folder, start.generation).open(os.O_RDONLY)
@@ -434,6 +460,22 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
     if generation != start.generation:
         journal.start = JournalPlace(generation)
     return _place(folder, generation).open(os.O_RDONLY)
+
+
+def _pass_front(folder: Beneath, fd: int, known: JournalPlace, journal: ReadJournal) -> None:
+    """Go on behind the front of the generation that `journal` is at, where that shows nothing new to whoever has read
+    to `known`.
+    """
+    generation = journal.start.generation
+    try:
+        succession = decoded_succession(_succession(folder, generation).read(SUCCESSION_BYTES_MAX))
+    except OSError:  # it has none, or a newer generation has come
+        return
+    if succession is None or known.inside:
+        return
+    place = succession.place(known.generation, known.position, os.fstat(fd).st_size)
+    if place is not None:
+        journal.start, journal.front = JournalPlace(generation, place), place
 
 
 def named_files(folder: Beneath, stored: Set[str]) -> set[str] | None:
@@ -472,6 +514,10 @@ def _own(place: Beneath, flags: int = 0) -> int:
 
 def _place(folder: Beneath, generation: int) -> Beneath:
     return folder / f"journal-{generation}"
+
+
+def _succession(folder: Beneath, generation: int) -> Beneath:
+    return folder / f"succession-{generation}"
 
 
 def _read_frames(fd: int, at: int, size: int) -> bytes:

@@ -20,6 +20,7 @@ from descriptors.errors import ServerError
 from storage_server.home.directory import merge
 from storage_server.home.directory.journal import OwnJournal, Rewrite
 from storage_server.home.directory.rules.records import BadRecordError, Record, framed
+from storage_server.home.directory.rules.succession import Succession
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index.committer import Committer
 from storage_server.kernel.index.schema import connect_current
@@ -79,11 +80,13 @@ class Rewriting:
                 return False
             rewrite, kept = await self._io.run(partial(self._write, self._snapshot))
             try:
+                succession = Succession(rewrite.generation, position, rewrite.end)
                 await self._mark(rewrite, kept)
                 position = await self._shorten_tail(rewrite, position)
                 coming = partial(merge.note_coming, generation=rewrite.generation + 1, end=rewrite.end)
                 await self._committer.commit(lambda tx: coming(tx.db), frees=True)
-                await self._committer.commit(partial(self._finish, rewrite=rewrite, position=position), frees=True)
+                finish = partial(self._finish, rewrite=rewrite, position=position, succession=succession)
+                await self._committer.commit(finish, frees=True)
             finally:
                 await self._io.run(partial(self._journal.give_up, rewrite))
         except (OSError, BadRecordError, ServerError) as error:
@@ -169,7 +172,7 @@ class Rewriting:
             note = partial(merge.note_rewritten, writer=self._writer, generation=rewrite.generation + 1, kept=part)
             await self._committer.commit(lambda tx: note(tx.db), frees=True)  # noqa: B023
 
-    def _finish(self, tx: Transaction, rewrite: Rewrite, position: int) -> None:
+    def _finish(self, tx: Transaction, rewrite: Rewrite, position: int, succession: Succession) -> None:
         """Make it count. Where the transaction is carried out again, this is done already."""
         if self._finished is not None:
             return
@@ -179,7 +182,7 @@ class Rewriting:
         committed.close()
         _, taken = self._taken(tx)
         self._copy(rewrite, position, self._journal.end)
-        self._journal.finish_rewrite(rewrite)
+        self._journal.finish_rewrite(rewrite, succession)
         self._finished = _Finished(self._journal.generation, self._journal.end, taken)
         merge.note_rewritten(tx.db, self._writer, self._journal.generation, taken)
         merge.note_position(tx.db, self._writer, self._journal.generation, self._journal.end)

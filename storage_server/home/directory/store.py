@@ -4,6 +4,7 @@ III-D to III-F).
     ROOT/format.json
     ROOT/writers/<writer>/extents/…           the bytes that this server has stored
     ROOT/writers/<writer>/journal-<n>         what it has changed
+    ROOT/writers/<writer>/succession-<n>      where journal n goes on from the one before
     ROOT/writers/<writer>/alive               when it was there last
     DATA/shared/index.sqlite3                 what all journals together say, in each server's own data directory
 

@@ -16,6 +16,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -38,6 +39,7 @@ from storage_server.kernel.rules.rows import Committed, Touched
 from storage_server.planning.durability import Durability
 
 PENDING_MAX = 2048
+"""So many changes may wait; of one caller half of what others leave, so that there is always room for one more."""
 TRANSACTION_S = 0.1
 TRANSACTION_ROWS = 2_000
 """A transaction that has taken so long, or has so many rows for other servers' journals, takes no further change: a
@@ -103,7 +105,9 @@ class Committer:
         self._freed = FreedSpace(dispose, punch, punch_delay_s)
         self._resolved = resolved
         self._queue = CommitQueue()
-        self._pending = 0
+        self._pending = Counter[str]()
+        """By callers: how many of their changes wait."""
+        self._pending_count = 0
         self._considered: set[str] = set()
         self._unsynced: dict[str, WriteFile] = {}
         self._synced_at = time.monotonic()
@@ -140,19 +144,25 @@ class Committer:
         """
         if not frees:
             self.require_space()
-        if self._pending >= PENDING_MAX:
+        caller = CALLER.get()
+        left = PENDING_MAX - self._pending_count + self._pending[caller]
+        if self._pending[caller] >= (left // 2 if caller else left):
             raise ServerError(ErrorCode.SLOW_DOWN, "too many changes wait for the disk", retryable=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
-        self._pending += 1
+        self._pending[caller] += 1
+        self._pending_count += 1
         if pending is not None:
             pending.file.hold()
             pending.may_be_named = True
-        self._queue.put(Job(change, pending, loop, future, frees, CALLER.get()))
+        self._queue.put(Job(change, pending, loop, future, frees, caller))
         try:
             return await future
         finally:
-            self._pending -= 1
+            self._pending_count -= 1
+            self._pending[caller] -= 1
+            if not self._pending[caller]:
+                del self._pending[caller]
 
     @property
     def is_dirty(self) -> bool:
@@ -162,7 +172,7 @@ class Committer:
     @property
     def is_used(self) -> bool:
         """Whether a change is under way."""
-        return self._pending > 0
+        return self._pending_count > 0
 
     def require_space(self) -> None:
         """Raises ServerError(InsufficientStorage) while the disk is full, or the directory has reached its bound: the

@@ -162,3 +162,28 @@ async def test_a_key_that_is_put_meanwhile_is_opened_in_one_state(
         assert stored is not None
         assert len(extents) == 1
     store.close()
+
+
+async def test_one_callers_changes_that_wait_leave_room_for_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,300 copies of one key had all writes of others refused, or wait for a minute."""
+    monkeypatch.setattr(committer_module, "PENDING_MAX", 64)
+    store = await opened(tmp_path)
+    go_on = threading.Event()
+
+    def change_of(caller: str) -> asyncio.Task[Any]:
+        CALLER.set(caller)
+        return asyncio.create_task(store.committer.commit(lambda tx: go_on.wait(LIMIT_S)))
+
+    changes = [change_of(caller) for caller in ("one", "two", "three", "four") for _ in range(64)]
+    others = [change_of(caller) for caller in ("five", "")]
+    await asyncio.sleep(0)
+    refused = [change.done() for change in changes]
+    assert [refused[at : at + 64].count(False) for at in range(0, 256, 64)] == [32, 16, 8, 4]
+    assert not any(change.done() for change in others)
+    go_on.set()
+    await asyncio.gather(*changes, return_exceptions=True)
+    assert await asyncio.gather(*others) == [True, True]
+    assert not store.committer.is_used
+    store.close()

@@ -663,6 +663,7 @@ async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, mo
             await other.following.read_journals()
             await rewritten(other)
             await newcomer.following.read_journals()
+            await until(lambda: not newcomer.following._fronts)
             await newcomer.following.read_journals()
             count = newcomer.reader.here(lambda db: db.execute("SELECT count(*) FROM extents").fetchone())
             assert count == (1,)
