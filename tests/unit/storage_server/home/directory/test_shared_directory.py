@@ -1010,7 +1010,7 @@ async def in_one_transaction(shared: SharedDirectory, *works: Coroutine[Any, Any
     holding = asyncio.create_task(shared.committer.commit(hold))
     await begun.wait()
     tasks = [asyncio.create_task(work) for work in works]
-    await until(lambda: shared.committer._pending == 1 + len(tasks))
+    await until(lambda: shared.committer._pending_count == 1 + len(tasks))
     go_on.set()
     await holding
     return await asyncio.gather(*tasks, return_exceptions=True)
