@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from objectcache.orchestrator.rules.kv_events import BlockName
 from objectcache.orchestrator.rules.sliced_dict import SlicedDict
 
-CLEARED_MAX = 256
-"""So many clearings may wait to be swept."""
+CLEARED_MAX = 1024
+"""So many clearings may wait to be swept: as many as there are engines, which may all end at once."""
 SWEEP_BLOCKS = 5_000
 """Some milliseconds."""
+SWEPT_WITH_EACH = SWEEP_BLOCKS // 16
+"""So many blocks are taken away when an engine's rank is cleared: an engine may clear 64 ranks at once."""
 Rest = dict[BlockName, bytes] | OrderedDict[bytes, float]
 
 
@@ -62,13 +64,13 @@ class BlockHolders:
 
     def clear(self, bit: int, counts: list[dict[bytes, int]], rest: list[Rest]) -> int:
         """The bit's engine holds nothing any more. `sweep` takes its blocks away in small steps, because millions of
-        them take seconds. The bit goes with them, and another one is returned.
+        them take seconds. The bit goes with the blocks, and another one is returned.
         """
         if len(self._cleared) >= CLEARED_MAX:
             self.sweep()
         self._cleared.append(_Cleared(bit, counts, rest))
         after = self.new_bit()
-        self.sweep()
+        self.sweep(SWEPT_WITH_EACH)
         return after
 
     def sweep(self, blocks_max: int = SWEEP_BLOCKS) -> bool:

@@ -183,6 +183,21 @@ def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
     assert max(index.holders._free_bits) <= CLEARED_MAX + 2
 
 
+def test_an_engine_that_ends_with_all_its_ranks_has_no_more_swept_at_once() -> None:
+    """Each rank was swept a step when it was cleared: 64 of them stopped the event loop for a quarter of a second."""
+    ranks = [f"a#{rank}" for rank in range(64)]
+    index = index_of(*ranks)
+    for at, rank in enumerate(ranks):
+        index.restore(rank, ((name, (at << 32 | name).to_bytes(16, "little")) for name in range(SWEEP_BLOCKS // 4)))
+    before = index.block_count
+    for rank in ranks:
+        index.clear(rank)
+    assert before - index.block_count <= 4 * SWEEP_BLOCKS
+    while index.holders.sweep():
+        continue
+    assert index.block_count == 0
+
+
 def test_an_engine_is_known_under_the_names_of_its_ranks() -> None:
     index = index_of("a", "a#1", "ab", "b")
     assert index.names_of("a") == ["a", "a#1"]
