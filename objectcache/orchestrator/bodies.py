@@ -48,7 +48,7 @@ class BudgetedBody:
     ) -> None:
         self._http = http
         self.caller = caller
-        """Whose memory and turns the request takes."""
+        """The memory and the turns that the request takes count for this one."""
         self._settings = settings
         self._budget = budget
         self._counted_bytes = 0

@@ -199,22 +199,21 @@ class Fleet:
                 continue
             if known is not None:
                 await self._replace(settings)
-            elif left_out or not await self._has_joined(settings):
+            elif left_out:
                 left_out.append(name)
                 continue
+            else:
+                try:
+                    await self._join(settings)
+                except ValueError:
+                    left_out.append(name)
+                    continue
             self._of_registry.add(name)
             self._drained(name, is_wanted=is_draining)
         if left_out:
             self._warnings.warn(
                 "%d engines of the registry do not join: no room for %.300r", len(left_out), left_out[0]
             )
-
-    async def _has_joined(self, settings: EngineSettings) -> bool:
-        try:
-            await self._join(settings)
-        except ValueError:
-            return False
-        return True
 
     def _drained(self, name: str, *, is_wanted: bool) -> None:
         self.engines[name].liveness.drain(is_wanted=is_wanted)

@@ -111,8 +111,8 @@ class Gate:
 
     def sent(self, request_id: str, engine: str) -> None:
         """A running request is at this engine now: the one where it was before may have room for another."""
-        self.admission.sent(request_id, engine)
-        self._start()
+        if self.admission.sent(request_id, engine):
+            self._start()
 
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share from now on, for its waiting requests, too."""

@@ -2,8 +2,8 @@
 
 A body that takes longer than READ_S, or more memory than a process may have, costs its sender an error, and this pool
 one process or two, which are started anew: a process may have been killed for another reason, so the body of one that
-ends is read once more in a new one. One caller has at most half of the processes at a time: a tenant, or
-an address where there are no tenants.
+ends is read once more in a new one. One caller, a tenant or an address where there are no tenants, has at most half of
+the processes at a time.
 """
 
 from __future__ import annotations

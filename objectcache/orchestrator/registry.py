@@ -140,7 +140,7 @@ class EtcdRegistry:
 
 class _Table:
     """The entries of one kind, as JSON objects. `on_change` gets those that have changed, some at a time, with None for
-    what is no more and for what is no JSON object. Whoever may write to etcd chooses how many there are, and how long.
+    what is no more and for what is no JSON object. A writer to etcd chooses how many there are, and how long.
     """
 
     def __init__(

@@ -97,8 +97,8 @@ class Tokens:
         self, asked: Asked, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str, caller: str
     ) -> TokenIds:
         """The tokens of a prompt that is to be tokenized, from the first of these engines that answers. Each tenant has
-        those of its own prompts only: the time of an answer would say what others have sent. What they cost counts for
-        the caller. Raises NoTokensError.
+        those of its own prompts only: the time of an answer would say what others have sent. The memory and the time
+        that they take count for the caller. Raises NoTokensError.
         """
         document, digest = asked.to_tokenize or b"", bytes.fromhex(asked.document_digest)
         scope = b"\n".join((tenant.encode(), headers.get("Authorization", "").encode(errors="surrogateescape"), digest))

@@ -160,14 +160,18 @@ class Admission:
         self._waiting[request_id] = waiting
         return Verdict.WAITS
 
-    def sent(self, request_id: str, engine: str) -> None:
-        """A running request is at this engine now, and not at another one any more: `start` may have more to start."""
+    def sent(self, request_id: str, engine: str) -> bool:
+        """A running request is at this engine now. Returns whether it has left another one, where `start` may have more
+        to start then.
+        """
         running = self._active.get(request_id)
-        if running is not None:
-            tenant, before = running
-            self._leave_engine(before)
-            self._active[request_id] = tenant, engine
-            self._active_by_engine[engine] += 1
+        if running is None:
+            return False
+        tenant, before = running
+        self._leave_engine(before)
+        self._active[request_id] = tenant, engine
+        self._active_by_engine[engine] += 1
+        return before not in ("", engine)
 
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share: `start` may have more to start."""
