@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import CHUNKS_HEADER, EPOCH_HEADER, MODE_HEADER, RATE_HEADER
 from descriptors.layer_forms import LayerForms
 from descriptors.layout import ChunkLayout
@@ -22,8 +22,11 @@ from descriptors.notices import Admitted, Done, Failed, Forms, LayerReady, Mode,
 from descriptors.storage_api import Grant
 
 
-class ProtocolViolationError(Exception):
+class ProtocolViolationError(ServerError):
     """The server's messages contradict each other, or the request: the bytes must not be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.INTERNAL_ERROR, message)
 
 
 class DeliveryState:

@@ -23,7 +23,6 @@ from nixl_client.connectors.load_staging import LoadStaging
 from nixl_client.connectors.sglang.options import HiCacheOptions
 from nixl_client.connectors.sglang.rules.parts import portions
 from nixl_client.connectors.startup import say
-from nixl_client.fetch.delivery_state import ProtocolViolationError
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
@@ -37,8 +36,7 @@ PUT_OBJECTS = 32
 LOADS_FIRST_S = 2.0
 """A store waits no longer for loads to end."""
 PROBE_BYTES = 4096
-FAILURES = (ObjectCacheError, OSError, TimeoutError, ValueError, RuntimeError, ProtocolViolationError)
-"""The last one is of a server that answers more than it was asked for."""
+FAILURES = (ObjectCacheError, OSError, TimeoutError, ValueError, RuntimeError)
 _log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Write = Callable[[int, Bytes], None]

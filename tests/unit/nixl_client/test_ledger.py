@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descriptors.errors import ChunkUnavailable
+from descriptors.errors import ChunkUnavailable, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import (
     Admitted,
@@ -150,3 +150,9 @@ def test_garbage_is_no_notice(data: bytes) -> None:
     """Any agent that has our metadata can send us bytes."""
     with pytest.raises(NoticeError):
         decode_notice(b"OCN\x01" + data)
+
+
+def test_an_answer_that_makes_no_sense_is_a_failure_of_the_server() -> None:
+    """Connectors take failures of servers for misses; anything else would end their threads."""
+    assert isinstance(ProtocolViolationError("played"), ServerError)
+    assert not ProtocolViolationError("played").retryable
