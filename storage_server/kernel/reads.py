@@ -203,8 +203,8 @@ def _find_read(
 def _find_stored(
     db: sqlite3.Connection, bucket: str, key: str, *, extents_max: int | None
 ) -> tuple[StoredObject | None, list[Extent] | None]:
-    """What a key shows, and where: of one state of the index, since an object that was replaced has no extents. They
-    are None where they are many (see `_extents`).
+    """The object of a key, and its extents, from one state of the index: an object that was replaced has no extents.
+    The extents are None where they are many (see `_extents`).
     """
     found = transaction.find_object(db, bucket, key)
     if found is None:

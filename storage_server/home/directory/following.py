@@ -66,8 +66,8 @@ class Following:
         self._late = LateJournals(self._read_late, self._tell_changes)
         """Writers that have used up what is waited for, until they are read to their ends."""
         self._fronts: dict[str, tuple[JournalPlace, int]] = {}
-        """Of writers whose generation was begun behind its front: how far that is read, and where it was begun. What is
-        behind the snapshot is read twice, since it has the newest record of a thing that the snapshot has, too.
+        """For writers whose generation was begun behind its front: how far the front is read, and where it ends. It
+        ends where reading was begun, behind the snapshot, since the snapshot may have an older record of a thing.
         """
         self._front_readers = LateJournals(self._read_front, self._tell_changes)
         self.problems = JournalProblems()

@@ -164,8 +164,8 @@ class Rewriting:
         return self._journal.end, (self._tail or [])[self._noted_count :]
 
     async def _mark(self, rewrite: Rewrite, abouts: deque[merge.Named]) -> None:
-        """Note before it counts what the new generation has: a kill between the two must not make it look older. What
-        is noted is dropped bit by bit, since no other thread runs while a list of a million is freed.
+        """Note before it counts what the new generation has: a kill between the two must not make it look older. Names
+        are dropped bit by bit, since no other thread runs while a list of a million is freed.
         """
         while abouts:
             part = [abouts.popleft() for _ in range(min(MARKED_AT_ONCE, len(abouts)))]
