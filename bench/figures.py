@@ -178,7 +178,6 @@ DOCUMENTS = tuple(
     for name in (
         "README.md",
         "docs/design/figures.md",
-        "docs/guides/compression.md",
         "docs/design/compression.md",
         "docs/design/overlap.md",
     )

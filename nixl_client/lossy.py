@@ -10,7 +10,7 @@ from objectcache.kv_codecs.layer import Codec
 BOUNDED = (Codec.KIVI8.value, Codec.FP8.value, Codec.K8V4.value, Codec.KIVI4.value)
 ADAPTIVE = (*BOUNDED, Codec.K4V3.value, Codec.KIVI3.value, Codec.K4V2.value)
 """No codec here drops tokens: an engine's blocks have room for every one, and its attention reads them all. None has
-keys of 2 bits, behind which models find hardly a fact in their contexts (docs/design/compression.md).
+keys of 2 bits, behind which models lose facts that stand in their contexts (docs/design/compression.md).
 """
 MAX_ERROR = 0.12
 """Values of 4 bits err by at most 0.11 on the models of docs/design/compression.md, values of 3 and 2 bits by more."""
