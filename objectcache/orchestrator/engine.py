@@ -63,9 +63,11 @@ class Engine:
         headers: Mapping[str, str] | None = None,
         on_up: Callable[[], None] | None = None,
         turns: FeedTurns | None = None,
+        is_needed: Callable[[], bool] | None = None,
     ) -> None:
         """`headers` go with every request of the orchestrator's own. `on_up` is called when the engine takes requests
-        again. For `known`, `log` and `turns` see EngineBlocks.
+        again. `is_needed` says whether no other one takes its requests now. For `known`, `log` and `turns` see
+        EngineBlocks.
         """
         self.settings = settings
         self.name = settings.label
@@ -91,6 +93,7 @@ class Engine:
         """Models for which it has refused what another engine answers; whether it has not said since that it has them.
         """
         self._on_up = on_up
+        self._is_needed = is_needed
         self._probed_s = float("-inf")
         self._is_asked = False
         self._models_s = -MODELS_EVERY_S
@@ -137,7 +140,8 @@ class Engine:
         """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
         now_s = time.monotonic()
         was_ejected = self.liveness.is_ejected(now_s)
-        self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe)
+        is_needed = self._is_needed is not None and self._is_needed()
+        self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe, is_needed=is_needed)
         if not was_ejected and self.liveness.is_ejected(now_s):
             self.warnings.warn("%s gets no requests for %.0f s: %.300r", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0

@@ -17,6 +17,7 @@ from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
 from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
+from objectcache.orchestrator.roster import is_needed
 from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.policies import RoutingPolicy
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
@@ -265,6 +266,7 @@ class Fleet:
             headers=self._engine_headers,
             on_up=partial(self._is_up, name),
             turns=self._turns,
+            is_needed=partial(is_needed, self.engines, name),
         )
         for left in self._seeing_out.values():
             if left.url == engine.url:

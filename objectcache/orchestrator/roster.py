@@ -84,5 +84,21 @@ class Roster:
         return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
 
 
+def is_needed(engines: Mapping[str, Engine], name: str) -> bool:
+    """Whether no other engine takes requests now for any model of this one. Of a single model that it names an engine
+    would else be needed whatever it does. A prefill engine is never needed: other engines compute prompts, too.
+    """
+    engine = engines.get(name)
+    if engine is None or engine.settings.role is Role.PREFILL:
+        return False
+    now_s = time.monotonic()
+    others = [
+        each
+        for each in engines.values()
+        if each is not engine and each.settings.role is not Role.PREFILL and each.liveness.takes_requests(now_s)
+    ]
+    return not any(other.serves(model) for other in others for model in engine.models or [""])
+
+
 def _body_of(models: Mapping[str, Mapping[str, Any]]) -> bytes:
     return json.dumps({"object": "list", "data": list(models.values())}).encode()

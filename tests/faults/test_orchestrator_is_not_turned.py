@@ -468,3 +468,17 @@ async def test_an_engine_that_answers_nothing_keeps_nobody_from_the_others(reaso
         await asyncio.gather(*crowd, return_exceptions=True)
         admission = bed.orchestrator.gate.admission
         await until(lambda: admission.active_count == admission.waiting_count == 0)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_requests_at_which_every_engine_hangs_up_leave_one_engine_for_others(is_begun: bool) -> None:
+    """Twenty of them a second had all engines ejected for 30 s, although all were well by their probes."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said = head + b"a\r\ndata: {}\n\n\r\n" if is_begun else b""
+    async with raw_engine(said) as url, raw_engine(said) as other:
+        settings = replace(QUICK, engines=(EngineSettings(url), EngineSettings(other)), poll_s=30.0)
+        async with orchestrated([], settings) as bed:
+            for _ in range(12):
+                await bed.complete([1, 2, 3], stream=True)
+            states = sorted(engine.status().value for engine in bed.orchestrator.engines.values())
+            assert states == ["ejected", "up"]

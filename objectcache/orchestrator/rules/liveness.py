@@ -7,7 +7,8 @@
 An engine begins HALF_OPEN: it takes requests only after its first good probe. Each ejection lasts twice as long as the
 one before, up to EJECTED_S_MAX, until the engine has been UP for a while. Probes go on meanwhile. An engine that was
 down, because a probe or a connection failed, is UP again with the first good probe; one that is well and whose requests
-failed stays ejected for its time.
+failed stays ejected for its time. Requests alone do not eject an engine that is needed, since no other one takes its
+requests: a client may send requests at which any engine ends the connection.
 """
 
 from __future__ import annotations
@@ -77,11 +78,15 @@ class Liveness:
         if self.is_down:
             self.ejected_until_s = min(self.ejected_until_s, now_s)
 
-    def failed(self, now_s: float, error: str, *, is_certain: bool = False, is_probe: bool = False) -> None:
-        """A probe or a request failed. A refused connection `is_certain`: it ejects the engine at once."""
+    def failed(
+        self, now_s: float, error: str, *, is_certain: bool = False, is_probe: bool = False, is_needed: bool = False
+    ) -> None:
+        """A probe or a request failed. A refused connection `is_certain`: it ejects the engine at once. A request does
+        not eject an engine that `is_needed`.
+        """
         self.last_error = error[:500]
         self.failures += 1
-        if now_s < self.ejected_until_s:
+        if now_s < self.ejected_until_s or (is_needed and not is_certain and not is_probe):
             return
         if is_certain or not self.is_proved or self.failures >= FAILURES_MAX:
             self.is_proved = False

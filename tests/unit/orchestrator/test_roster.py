@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import cast
 
 import aiohttp
 
 from objectcache.orchestrator.engine import Engine
-from objectcache.orchestrator.roster import Roster
+from objectcache.orchestrator.roster import Roster, is_needed
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
-from objectcache.orchestrator.settings import EngineSettings
+from objectcache.orchestrator.settings import EngineSettings, Role
 
 
-def engine(name: str, *models: str) -> Engine:
-    made = Engine(EngineSettings(f"http://{name}"), cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0)
+def engine(name: str, *models: str, role: Role = Role.BOTH) -> Engine:
+    settings = EngineSettings(f"http://{name}", name, role)
+    made = Engine(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0)
     made.models = {model: {"id": model} for model in models}
     return made
 
@@ -30,3 +32,27 @@ def test_the_answer_with_all_models_is_made_when_they_change() -> None:
     assert [each["id"] for each in json.loads(roster.models_body())["data"]] == ["base", "adapter", "other"]
     del engines["a"]
     assert [each["id"] for each in json.loads(roster.models_body())["data"]] == ["other"]
+
+
+def test_an_engine_is_needed_where_no_other_one_takes_requests_for_its_models() -> None:
+    engines = {
+        "a": engine("a", "base", "adapter"), "b": engine("b", "base"), "c": engine("c", "other"),
+        "p": engine("p", "base", role=Role.PREFILL),
+    }  # fmt: skip
+    for each in engines.values():
+        each.liveness.succeeded(time.monotonic())
+    assert [name for name in engines if is_needed(engines, name)] == ["c"]
+    engines["b"].liveness.failed(time.monotonic(), "refused", is_certain=True)
+    assert [name for name in engines if is_needed(engines, name)] == ["a", "c"]
+    assert not is_needed(engines, "gone")
+
+
+def test_a_request_has_an_only_engine_where_others_take_requests_for_other_models() -> None:
+    engines = {"a": engine("a", "base"), "b": engine("b", "base"), "c": engine("c", "other")}
+    roster = Roster(engines)
+    for each in engines.values():
+        each.liveness.succeeded(time.monotonic())
+    assert [roster.only_engine(model, None) for model in ("base", "other", "none")] == ["", "c", ""]
+    assert roster.only_engine("base", "a") == "a"
+    del engines["a"], engines["b"]
+    assert roster.only_engine("other", None) == roster.only_engine("other", "c") == ""

@@ -27,6 +27,23 @@ def test_failures_in_a_row_eject_it_and_others_do_not() -> None:
     assert engine.last_error == "slow"
 
 
+def test_requests_alone_do_not_eject_an_engine_that_is_needed() -> None:
+    """A client may send requests at which every engine ends the connection: then no engine was left for others."""
+    engine = Liveness()
+    engine.succeeded(0.0)
+    for _ in range(10):
+        engine.failed(1.0, "the connection ended", is_needed=True)
+    assert engine.takes_requests(1.0)
+    engine.failed(1.0, "the connection ended")
+    assert engine.status(1.0) is EngineStatus.EJECTED, "another engine has come"
+    for how in ({"is_probe": True}, {"is_certain": True}):
+        engine = Liveness()
+        engine.succeeded(0.0)
+        for _ in range(3):
+            engine.failed(1.0, "not well", is_needed=True, **how)
+        assert engine.status(1.0) is EngineStatus.EJECTED
+
+
 def test_a_refused_connection_ejects_at_once_and_each_time_for_longer() -> None:
     engine, now_s, lengths = Liveness(), 0.0, []
     engine.succeeded(now_s)
