@@ -285,7 +285,15 @@ class Following:
         except OSError:  # a newer generation has come, or it is tried again
             return ReadJournal(writer, place)
         self.problems.note_passed_over(writer, journal.passed_over)
-        self._untold += await self._committer.commit(partial(self._applied_front, journal=journal), frees=True)
+
+        def apply(tx: Transaction) -> list[Shown]:
+            changed = _apply_pieces(tx, journal, self._clock)
+            reached = self._places.get(writer, JournalPlace())
+            if journal.is_whole and reached.generation == journal.end.generation:
+                merge.note_position(tx.db, writer, reached.generation, reached.position)
+            return changed
+
+        self._untold += await self._committer.commit(apply, frees=True)
         if self._fronts.get(writer) == (place, front):
             self._fronts[writer] = journal.end, front
             if journal.is_whole:
@@ -293,29 +301,14 @@ class Following:
                 self._outdated_s = time.monotonic()
         return journal
 
-    def _applied_front(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
-        changed = self._applied_pieces(tx, journal)
-        if journal.is_whole:
-            place = self._places.get(journal.writer, JournalPlace())
-            if place.generation == journal.end.generation:
-                merge.note_position(tx.db, journal.writer, place.generation, place.position)
-        return changed
-
     def _applied(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
         """Carry the pieces out; what shows something else now. Until its front is read, a new generation is not written
         down as begun: after a restart, and in a release before, it is found from the generation before once more.
         """
-        changed = self._applied_pieces(tx, journal)
+        changed = _apply_pieces(tx, journal, self._clock)
         front = self._fronts.get(journal.writer)
         if not (journal.front or (front is not None and front[0].generation == journal.end.generation)):
             merge.note_position(tx.db, journal.writer, journal.end.generation, journal.end.position)
-        return changed
-
-    def _applied_pieces(self, tx: Transaction, journal: ReadJournal) -> list[Shown]:
-        changed = list[Shown]()
-        for place, records in journal.pieces:
-            self._clock.observe(max((record.stamp for record in records), default=0))
-            changed += merge.apply(tx, journal.writer, place.generation, records, time.time())
         return changed
 
     async def _tell_changes(self) -> None:
@@ -351,3 +344,11 @@ def _is_news(journal: ReadJournal, known: JournalPlace) -> bool:
     place = max(known.generation, 1), known.position
     is_elsewhere = journal.problem is None and (journal.start.generation, journal.start.position) != place
     return bool(journal.pieces) or is_elsewhere
+
+
+def _apply_pieces(tx: Transaction, journal: ReadJournal, clock: StampClock) -> list[Shown]:
+    changed = list[Shown]()
+    for place, records in journal.pieces:
+        clock.observe(max((record.stamp for record in records), default=0))
+        changed += merge.apply(tx, journal.writer, place.generation, records, time.time())
+    return changed

@@ -155,7 +155,7 @@ class Committer:
         if pending is not None:
             pending.file.hold()
             pending.may_be_named = True
-        self._queue.put(Job(change, pending, loop, future, frees, caller))
+        self._queue.put(Job(change, pending, loop, future, frees=frees, caller=caller))
         try:
             return await future
         finally:
@@ -333,29 +333,7 @@ class Committer:
                 return
             job.error = job.failure
             if job.error is None:
-                row_count += self._carry_out_one(tx, job)
-
-    def _carry_out_one(self, tx: Transaction, job: Job) -> int:
-        """A change may be carried out several times: it changes nothing but `tx`. About how many rows the journal takes
-        for it.
-        """
-        touched_count, row_count = len(tx.touched), 0
-        try:
-            with tx.step():
-                job.result = job.change(tx)
-                if self._journal is not None:
-                    row_count = self._journal.check(tx, tx.touched[touched_count:], job.caller)
-            if job.pending is not None:
-                job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
-        except sqlite3.Error as error:
-            if is_full(error) or not tx.db.in_transaction:
-                raise  # the index takes no more changes, or SQLite rolled the whole transaction back
-            job.error = index_error(error)
-        except Exception as error:  # the change itself refuses: it has left no row
-            job.error = error
-            if job.pending is not None:
-                job.pending.may_be_named = False
-        return row_count
+                row_count += _carry_out_one(tx, job, self._journal)
 
     def _rollback(self) -> None:
         if not self.db.in_transaction:
@@ -426,6 +404,29 @@ class Committer:
             if self._space.bound_bytes is not None:
                 self._space.measure()
                 self._space.freed()
+
+
+def _carry_out_one(tx: Transaction, job: Job, journal: SharedJournal | None) -> int:
+    """A change may be carried out several times: it changes nothing but `tx`. About how many rows the journal takes
+    for it.
+    """
+    touched_count, row_count = len(tx.touched), 0
+    try:
+        with tx.step():
+            job.result = job.change(tx)
+            if journal is not None:
+                row_count = journal.check(tx, tx.touched[touched_count:], job.caller)
+        if job.pending is not None:
+            job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
+    except sqlite3.Error as error:
+        if is_full(error) or not tx.db.in_transaction:
+            raise  # the index takes no more changes, or SQLite rolled the whole transaction back
+        job.error = index_error(error)
+    except Exception as error:  # the change itself refuses: it has left no row
+        job.error = error
+        if job.pending is not None:
+            job.pending.may_be_named = False
+    return row_count
 
 
 def _forget_changed_keys(resolved: ResolvedKeys, tx: Transaction) -> None:

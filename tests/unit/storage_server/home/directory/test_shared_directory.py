@@ -53,7 +53,8 @@ from storage_server.home.directory.store import SharedDirectory
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.service import Shown
 from storage_server.kernel import objects as objects_module
-from storage_server.kernel.index.committer import Committer, RefusedChangesError
+from storage_server.kernel.index import committer as committer_module
+from storage_server.kernel.index.committer import RefusedChangesError
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.settings import StorageSettings, UpstreamSettings
 from tests.support.chunks import BytesBody
@@ -1116,15 +1117,15 @@ class _UndoneError(Exception):
 @pytest.fixture
 def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change is carried out, undone, and carried out again, as after a transaction that was refused."""
-    once = Committer._carry_out_one
+    once = committer_module._carry_out_one
 
-    def carry_out(committer: Committer, tx: Transaction, job: Any) -> int:
+    def carry_out(tx: Transaction, job: Any, journal: Any) -> int:
         with suppress(Exception), tx.step():
             job.change(tx)
             raise _UndoneError
-        return once(committer, tx, job)
+        return once(tx, job, journal)
 
-    monkeypatch.setattr(Committer, "_carry_out_one", carry_out)
+    monkeypatch.setattr(committer_module, "_carry_out_one", carry_out)
 
 
 @pytest.mark.parametrize("is_twice", [False, True], ids=["once", "twice"])
