@@ -11,12 +11,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from nixl_client.connectors.vllm import engine as engine_module
+from nixl_client.connectors.vllm.connector import ObjectCacheConnector
 from nixl_client.connectors.vllm.options import VllmOptions
 from tests.engines.messages import Json
 from tests.engines.scheduled import PREFIX, Facts, scheduled
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
-__all__ = ["changed_rope", "long_rope", "started", "unsupported_model", "unsupported_spec", "with_small_staging"]
+__all__ = [
+    "changed_rope",
+    "long_rope",
+    "may_sleep",
+    "started",
+    "unsupported_model",
+    "unsupported_spec",
+    "with_small_staging",
+]
 QUANTIZED = "quantized"
 
 
@@ -30,6 +39,11 @@ def started(folder: Path, policy: str, is_async: bool, pipeline_size: int, is_be
     mine = made._connectors[1] if is_below_multi else made
     is_ahead: bool = mine._is_ahead
     return is_ahead
+
+
+def may_sleep(folder: Path) -> Facts:
+    """What vLLM 0.33 asks before it lets an engine sleep."""
+    return ObjectCacheConnector.supports_sleep_mode(None)
 
 
 def with_small_staging(folder: Path, staging_bytes: int) -> Facts:

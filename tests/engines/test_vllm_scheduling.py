@@ -275,6 +275,11 @@ def test_a_request_that_is_aborted_while_it_is_loaded_gives_its_blocks_back_when
     assert player.play("aborted_ahead") == {"held": 8, "held after": 0}
 
 
+def test_an_engine_with_the_connector_does_not_sleep(player: Player) -> None:
+    """Its memory would go from under a load."""
+    assert player.play("may_sleep") is False
+
+
 def test_staging_that_does_not_hold_a_chunk_is_refused(player: Player) -> None:
     """Nothing would ever be loaded, and nobody told."""
     chunk_bytes = 32 * 4 * 2 * 2 * 64 * 4

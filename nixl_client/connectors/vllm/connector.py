@@ -73,6 +73,11 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return True
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: loads and stores hold on to the engine's memory, which goes while it sleeps (vLLM 0.33 asks)."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjectCacheStats:
         """Stats of these sums."""
         return ObjectCacheStats(data=data or {})
