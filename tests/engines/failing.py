@@ -24,6 +24,8 @@ QUICK: dict[str, Json] = {
     "drain_s": 5.0,
 }
 """Waits of the connector that end soon."""
+HANG_S = 15.0
+"""A load that hangs is given up after so long; its first layer has come before."""
 SLOW_LINK = "[scheduler]\nlink_bytes_per_s = 2e6\n"
 """The load of ONE then takes more than a second, in four layers."""
 CRAWLING_LINK = "[scheduler]\nlink_bytes_per_s = 2e4\n"
@@ -39,9 +41,12 @@ def warm_store(folder: Path, config: str = "", port: int = 0) -> Iterator[Store]
         yield store
 
 
-def layerwise(store: Store, transport: str) -> dict[str, Json]:
-    """A connector whose loads come a layer at a time, whatever their size."""
-    return store.connector(transport=transport, delivery="layer-major", **QUICK)
+def layerwise(store: Store, transport: str, load_timeout_s: float = 60.0) -> dict[str, Json]:
+    """A connector whose loads come a layer at a time, whatever their size. The first layer has come in this time also
+    on a machine that does much else.
+    """
+    waits = QUICK | {"load_timeout_s": load_timeout_s}
+    return store.connector(transport=transport, delivery="layer-major", **waits)
 
 
 def expect_recomputed(outcome: Outcome, wanted: list[list[int]], loaded_tokens: int = 0) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engines.conftest import Engines, Reference
 from tests.engines.failing import (
+    HANG_S,
     ONE,
     ONE_TOKENS,
     PROMPTS,
@@ -86,7 +87,7 @@ def test_a_server_that_hangs_during_a_load_holds_its_own_request_only(
     others = unrelated(11, 3, 100)
     with (
         warm_store(copied, SLOW_LINK) as store,
-        engines.cached(layerwise(store, transport), is_asynchronous=True) as engine,
+        engines.cached(layerwise(store, transport, HANG_S), is_asynchronous=True) as engine,
     ):
         outcome = engine.generate([*ONE, *others], at=Moment.LAYER, do=store.stop)
         assert outcome.has_happened

@@ -13,6 +13,7 @@ from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import await_true
 from tests.engines.failing import (
     CRAWLING_LINK,
+    HANG_S,
     LOOKUP_FAILED,
     NOT_STORED,
     ONE,
@@ -56,7 +57,7 @@ def test_a_server_that_hangs_during_a_load_is_waited_for_until_the_deadline(
     engines: Engines, reference: Reference, copied: Path, transport: str
 ) -> None:
     """And an engine can be shut down while it hangs."""
-    with warm_store(copied, SLOW_LINK) as store, engines.cached(layerwise(store, transport)) as engine:
+    with warm_store(copied, SLOW_LINK) as store, engines.cached(layerwise(store, transport, HANG_S)) as engine:
         outcome = engine.generate(ONE, at=Moment.LAYER, do=store.stop)
         assert outcome.has_happened
         expect_recomputed(outcome, reference.tokens(ONE))

@@ -11,6 +11,7 @@ import pytest
 from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import await_true
 from tests.engines.failing import (
+    HANG_S,
     NOT_STORED,
     ONE,
     ONE_TOKENS,
@@ -52,7 +53,10 @@ def test_several_loads_at_once_fail_together(
     engines: Engines, reference: Reference, copied: Path, is_killed: bool, transport: str
 ) -> None:
     """They share a staging buffer that is given up, and their requests share blocks."""
-    with warm_store(copied, SLOW_LINK) as store, engines.cached(layerwise(store, transport)) as engine:
+    with (
+        warm_store(copied, SLOW_LINK) as store,
+        engines.cached(layerwise(store, transport, 60.0 if is_killed else HANG_S)) as engine,
+    ):
         outcome = engine.generate(PROMPTS, at=Moment.LAYER, do=store.server.kill if is_killed else store.stop)
         assert outcome.has_happened
         assert outcome.tokens == reference.tokens(PROMPTS)
