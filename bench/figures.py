@@ -204,6 +204,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "unscaled-cold": ("ttft-64k-cold", _of(ttft, "cells")),
     "engine": ("engine", _of(engine, "engine")),
     "advised": ("engine-advised", _of(engine, "advised")),
+    "tier": ("engine-tier", _of(engine, "tier")),
     "stated": ("engine-stated", _of(engine, "stated")),
     "s3": ("s3", _of(s3, "s3")),
     "ladder": ("ladder", _of(ladder, "ladder")),
