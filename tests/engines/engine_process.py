@@ -121,7 +121,7 @@ class RunningEngine:
         return {}
 
     def loaded(self) -> dict[str, Any]:
-        """What has been digested."""
+        """The digests so far."""
         return {"digests": self._digests}
 
     def stop(self) -> dict[str, Any]:

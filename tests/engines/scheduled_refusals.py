@@ -42,7 +42,7 @@ def started(folder: Path, policy: str, is_async: bool, pipeline_size: int, is_be
 
 
 def may_sleep(folder: Path) -> Facts:
-    """What vLLM 0.33 asks before it lets an engine sleep."""
+    """The answer to vLLM 0.33, which asks before it lets an engine sleep."""
     return ObjectCacheConnector.supports_sleep_mode(None)
 
 

@@ -53,7 +53,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def with_ucx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """One that offers ucx, whose process takes time to start."""
+    """A store that offers ucx, whose process takes time to start."""
     with running_store(tmp_path_factory.mktemp("ucx-store"), options=("--ucx", "lo")) as store:
         yield store
 

@@ -106,7 +106,7 @@ def test_a_server_that_hangs_during_a_load_holds_its_own_request_only(
 def test_a_chunk_lost_between_lookup_and_load_is_recomputed_and_written_again(
     engines: Engines, reference: Reference, copied: Path, name: str, break_chunk: Callable[[Store, list[str]], None]
 ) -> None:
-    """What is before it is loaded; what is after it is not, since its KV would stand on nothing."""
+    """Chunks before it are loaded. Those after it are not, since their KV would stand on nothing."""
     with (
         warm_store(copied) as store,
         engines.cached(store.connector(retry_s=0.0), is_asynchronous=True) as engine,

@@ -1,4 +1,4 @@
-"""What a server writes into its journal: its callers have equal parts, and little is written twice."""
+"""A server's callers have equal parts of its journal, and little is written there twice."""
 
 from __future__ import annotations
 
