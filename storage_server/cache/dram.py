@@ -5,8 +5,8 @@ A tier that takes landings asks the policy when a delivery begins. An extent tha
 once, and the rows that the delivery reads past the page cache are read into that memory. Any other tier asks when a
 delivery has ended. Bytes that are still missing are read behind the answer.
 
-Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier and yields to
-deliveries.
+Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier. That one yields to
+deliveries, and leaves most of the host's cores to others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -31,6 +32,7 @@ from storage_server.cache.policies.order import Request
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.rules.landed import LandedUnits
 from storage_server.cache.rules.lent import Lent
+from storage_server.cache.rules.pace import pause_s
 from storage_server.cache.rules.residency import Key, Residency, key_of
 from storage_server.delivery.gather.coming import is_whole
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
@@ -64,6 +66,7 @@ class DramTier:
         self._policy = policy_of(eviction, self.nbytes)
         self._books = ThreadPoolExecutor(1, "dram-books")
         self._fillers = ThreadPoolExecutor(1, "dram-fill")
+        self._core_count = len(os.sched_getaffinity(0))
         self._deciding = asyncio.Lock()
         self._waiting_count = 0
         self._working: set[asyncio.Task[Any]] = set()
@@ -238,12 +241,16 @@ class DramTier:
             while left and not self._closed:
                 extent, offset = left[0]
                 missing = [(0, extent.nbytes)] if self._landed is None else self._landed.missing(offset, extent.nbytes)
-                is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
+                is_good, used_s = True, 0.0
+                if missing:
+                    is_good, used_s = await loop.run_in_executor(self._fillers, self._fill, extent, offset, missing)
                 taken = left.popleft()
                 if is_good:
                     self.residency.filled(extent, self._form_of_copy(extent, offset))
                 else:
                     bad.append(taken)
+                if left and used_s:
+                    await asyncio.sleep(pause_s(used_s, self._core_count))
         finally:
             pins.release()
             await self._dropped([*bad, *left])
@@ -256,6 +263,12 @@ class DramTier:
         for extent, _ in coming:
             self.residency.dropped(extent)
         await self._forgotten([key_of(extent) for extent, _ in coming])
+
+    def _fill(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> tuple[bool, float]:
+        """Whether `_read` did it, and for how long it used a processor."""
+        began_s = time.thread_time()
+        is_good = self._read(extent, offset, missing)
+        return is_good, time.thread_time() - began_s
 
     def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
         try:

@@ -145,7 +145,7 @@ class TestShape:
 
 class TestWork:
     def test_values_travel_as_json(self) -> None:
-        work = EngineWork(Way.EXAMPLE, {"a": [1], "k": None}, Prompts(1, 2), 64)
+        work = EngineWork(Way.EXAMPLE, {"a": [1], "k": None}, Prompts(1, 2), 64, 4096)
         commands = (Command(3, tokens=64), Command(1, case=CASE))
         for each in (work, *commands, answer(1.0)):
             assert from_line(type(each), to_line(each)) == each

@@ -27,6 +27,7 @@ from bench.beds.processes import BaselineError, Child, await_ready, failure_of, 
 from bench.core.lines import from_line, to_line
 from bench.core.show import Json
 from bench.experiments.engine.ways import (
+    BLOCK_TOKENS,
     EXAMPLES,
     LMCACHE_CHUNK_TOKENS,
     LMCACHES,
@@ -255,11 +256,11 @@ class Bed:
         transfer = transfer_config(way, settings, server.url, self.place / name, lmcache_port)
         llm = {"model": str(self.place / "model"), **engine_options(settings, way), "kv_transfer_config": transfer}
         prompts = Prompts(settings.seed, settings.shape.vocabulary)
-        work = EngineWork(way, llm, prompts, settings.chunk_tokens)
+        work = EngineWork(way, llm, prompts, settings.chunk_tokens, BLOCK_TOKENS * settings.shape.token_bytes)
         file = self.place / f"{name}.json"
         file.write_text(to_line(work))
         variables = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(settings.tier)),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(-(-settings.kv_tokens(way) * settings.shape.token_bytes // GIB)),

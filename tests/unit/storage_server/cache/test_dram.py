@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 
@@ -101,6 +102,21 @@ async def test_a_prefix_larger_than_the_memory_keeps_its_start(tier: DramTier) -
         found = await use(tier, prefix)
         await settle(tier)
     assert found == [True] * 4 + [False] * 2
+
+
+async def test_it_rests_between_extents(tier: DramTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one holds nothing up."""
+    used = []
+
+    def rest(used_s: float, core_count: int) -> float:
+        used.append((used_s, core_count))
+        return 0.0
+
+    monkeypatch.setattr("storage_server.cache.dram.pause_s", rest)
+    await use(tier, [extent(number) for number in range(3)])
+    await settle(tier)
+    assert [core_count for _, core_count in used] == [len(os.sched_getaffinity(0))] * 2
+    assert all(used_s > 0 for used_s, _ in used)
 
 
 async def test_the_policy_says_what_gives_way(tier: DramTier) -> None:
