@@ -29,6 +29,7 @@ START_S = 300.0
 CONTEXT_TOKENS = 4096
 BLOCK_TOKENS = 32
 """vLLM on CPUs takes multiples of 32."""
+TIER_MEMORY_BYTES = 64 << 20
 VOCABULARY = 1024
 SEED = 7
 NICE = 15
@@ -149,16 +150,18 @@ def vllm_servers(
     store: S3Target | None = None,
     *options: str,
     extra: Mapping[str, object] | None = None,
+    has_tier: bool = False,
 ) -> Iterator[list[VllmServer]]:
-    """Some servers at once, each with one thread, until the block ends; `extra` are options of the connector. Raises
-    BaselineError.
+    """Some servers at once, each with one thread, until the block ends; `extra` are options of our connector, or with
+    `has_tier` of our tier. Raises BaselineError.
     """
     if not ENGINES.is_installed:
         raise BaselineError("the engines' environment is missing or out of date: run `make engines`")
     servers: list[VllmServer] = []
     try:
         for at in range(count):
-            servers.append(_started(folder, model, at, store, options, extra or {}))
+            transfer = None if store is None else _transfer(store, extra or {}, has_tier=has_tier)
+            servers.append(_started(folder, model, at, store, options, transfer))
         for server in servers:
             server.await_ready()
         yield servers
@@ -170,13 +173,27 @@ def vllm_servers(
             with_group(server.process, signal.SIGKILL)
 
 
+def _transfer(store: S3Target, extra: Mapping[str, object], *, has_tier: bool) -> dict[str, object]:
+    """vLLM's kv_transfer_config."""
+    where = {"endpoint": store.url, "bucket": store.bucket}
+    if has_tier:
+        spec = {"spec_name": "ObjectCacheTieringSpec", "spec_module_path": "nixl_client.connectors.vllm_tier"}
+        options = {**spec, "cpu_bytes_to_use": TIER_MEMORY_BYTES, **where, **extra}
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    return {
+        "kv_connector": "ObjectCacheConnector", "kv_connector_module_path": "nixl_client.connectors.vllm",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra_config({**where, **extra}),
+    }  # fmt: skip
+
+
 def _started(
     folder: Path,
     model: Path,
     at: int,
     store: S3Target | None,
     options: Sequence[str],
-    extra: Mapping[str, object],
+    transfer: Mapping[str, object] | None,
 ) -> VllmServer:
     port, events, replay = free_port(), free_port(), free_port()
     kv_events = {
@@ -196,11 +213,6 @@ def _started(
         "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
     }  # fmt: skip
     if store is not None:
-        transfer = {
-            "kv_connector": "ObjectCacheConnector", "kv_connector_module_path": "nixl_client.connectors.vllm",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra_config({"endpoint": store.url, "bucket": store.bucket, **extra}),
-        }  # fmt: skip
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment |= {"AWS_ACCESS_KEY_ID": store.access_key, "AWS_SECRET_ACCESS_KEY": store.secret_key}
     log = folder / f"vllm-{at}.log"

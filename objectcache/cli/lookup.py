@@ -69,10 +69,11 @@ def run_lookup(options: argparse.Namespace) -> int:
     published = read_metrics(_asked(options.engine, "/metrics", None, METRICS_BYTES_MAX)).published
     if published is None:
         raise NoServerError(
-            f"{options.engine} publishes no names of chunks: it has no ObjectCacheConnector, or has computed nothing"
+            f"{options.engine} publishes no names of chunks: it has none of ours that publishes them, or has computed"
+            " nothing yet"
         )
     tokens = _tokens(options.engine, asked)
-    deployment, layout = published.deployment, published.layout
+    layout = published.layout
     count = len(tokens) // layout.chunk_tokens
     options.endpoint = options.endpoint or published.endpoint
     found: dict[str, Any] = {
@@ -94,7 +95,7 @@ def run_lookup(options: argparse.Namespace) -> int:
         found["tiers"] = counts_of(shortest)
         found["stored_chunks"] = sum(found["tiers"].values())
     found["stored_tokens"] = found["stored_chunks"] * layout.chunk_tokens
-    found["stored_bytes"] = found["stored_chunks"] * layout.chunk_bytes * deployment.rank_count
+    found["stored_bytes"] = found["stored_chunks"] * layout.chunk_bytes * published.names.rank_count
     costs: PrefillCosts | None = published.prefill
     stored_tokens = found["stored_tokens"]
     found["compute_s"] = None if costs is None else float(costs.prefill_s(stored_tokens, np.zeros(1))[0])

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUNKS
 from objectcache.adapters.whole_answers import read_whole
 from objectcache.orchestrator.answers import AttemptFailed, Refusal
@@ -56,9 +57,9 @@ def is_refusal(failure: AttemptFailed, asked: Asked) -> bool:
 
 def transfer_advice(routed: Routed) -> dict[str, Any]:
     """Our own TRANSFER_PARAMS for an engine: one with our connector is told how many chunks to use, as the decision
-    had it, and how many tokens it was taken to hold."""
-    prediction = routed.decision.prediction
-    if routed.engine.published is None or not prediction.stored_tokens:
+    had it, and how many tokens it was taken to hold. A tier loads what vLLM asks it for."""
+    prediction, published = routed.decision.prediction, routed.engine.published
+    if published is None or not isinstance(published.names, Deployment) or not prediction.stored_tokens:
         return {}
     block_tokens = routed.engine.block_tokens or 1
     held_tokens = prediction.held_tokens // block_tokens * block_tokens  # an engine finds whole blocks

@@ -1,9 +1,10 @@
 """Lookups in the store: how many chunks of a prompt it has, and at which rate it would deliver them now.
 
-The keys are the engine's own: its connector publishes their namespaces, and which encoded chunks it takes. Engines with
-the same deployment and bucket share a lookup, if they take the same ones. A store that does not answer in time counts
-as empty; one that fails again and again is left alone for a while. An engine decides what is asked for it, and how long
-that takes, and may publish another name at any time: what fails, and the threads that wait, count for the engine.
+The keys are the engine's own: its connector or its tier publishes how they are made, and which encoded chunks it takes.
+Engines with the same names and bucket share a lookup, if they take the same chunks. A store that does not answer in
+time counts as empty; one that fails again and again is left alone for a while. An engine decides what is asked for it,
+and how long that takes, and may publish another name at any time: what fails, and the threads that wait, count for the
+engine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from descriptors.errors import CallerError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import Client
-from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.connectors.vllm.naming import Deployment
+from nixl_client.connectors.vllm_tier.rules.published import TierNames
 from nixl_client.session.retries import Retries
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.rare_warnings import RareWarnings
@@ -48,8 +50,8 @@ ACTIVE_MAX = 2 * THREADS
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
-LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
-"""The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
+LookupKey = tuple[Deployment | TierNames, ChunkLayout, str, str, Accept | None]
+"""The names of the engine's chunks, their shape, its store's endpoint and bucket, and the encoded chunks it takes."""
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 def lookup_key(published: Published) -> LookupKey:
     """Everything that decides a lookup's answer: engines with the same key share it."""
-    return published.deployment, published.layout, published.endpoint, published.bucket, published.accept
+    return published.names, published.layout, published.endpoint, published.bucket, published.accept
 
 
 def _breaker() -> Breaker:
@@ -208,7 +210,7 @@ class StoreLookups:
             if time.monotonic() > until_s:
                 raise TimeoutError("the store has not answered in time")
         count = min(min(matched, len(each)) for each, (matched, _) in zip(keys, found, strict=True))
-        rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / published.deployment.rank_count
+        rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / published.names.rank_count
         return StoredPrefix(count, layout, rate)
 
     def _store(self, endpoint: str) -> Client:
@@ -244,12 +246,12 @@ def _kept(known: OrderedDict[_K, _T], key: _K, make: Callable[[], _T]) -> _T:
 
 def named_chunks(published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:
     """The keys of a prompt's chunks, for each rank that is asked, KEYS_MAX for all ranks together: an engine says how
-    many tokens a chunk has, and how many ranks there are. Raises ValueError for what can have no keys.
+    many tokens a chunk and a hash have, and how many ranks there are. Raises ValueError for what can have no keys.
     """
-    deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
-    count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)
-    ranks = _asked_ranks(deployment.rank_count)
-    return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
+    names, chunk_tokens = published.names, published.layout.chunk_tokens
+    count = min(len(tokens) // chunk_tokens, KEYS_MAX // (names.rank_count * names.hash_count(chunk_tokens)))
+    ranks = _asked_ranks(names.rank_count)
+    return [names.prompt_keys(rank, tokens, chunk_tokens, count, salt) for rank in ranks]
 
 
 async def _in_thread(threads: ThreadPoolExecutor, places: asyncio.Semaphore, work: Callable[[], _T]) -> _T:

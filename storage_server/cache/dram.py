@@ -243,7 +243,9 @@ class DramTier:
                 missing = [(0, extent.nbytes)] if self._landed is None else self._landed.missing(offset, extent.nbytes)
                 is_good, used_s = True, 0.0
                 if missing:
-                    is_good, used_s = await loop.run_in_executor(self._fillers, self._fill, extent, offset, missing)
+                    is_good, used_s = await loop.run_in_executor(
+                        self._fillers, partial(_timed, self._read, extent, offset, missing)
+                    )
                 taken = left.popleft()
                 if is_good:
                     self.residency.filled(extent, self._form_of_copy(extent, offset))
@@ -264,12 +266,6 @@ class DramTier:
             self.residency.dropped(extent)
         await self._forgotten([key_of(extent) for extent, _ in coming])
 
-    def _fill(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> tuple[bool, float]:
-        """Whether `_read` did it, and for how long it used a processor."""
-        began_s = time.thread_time()
-        is_good = self._read(extent, offset, missing)
-        return is_good, time.thread_time() - began_s
-
     def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
         try:
             for start, end in missing:
@@ -278,6 +274,12 @@ class DramTier:
             _log.warning("an extent was not taken into memory: %s", error)
             return False
         return True
+
+
+def _timed(work: Callable[..., _T], *arguments: object) -> tuple[_T, float]:
+    """Its result, and for how long this thread has used a processor."""
+    began_s = time.thread_time()
+    return work(*arguments), time.thread_time() - began_s
 
 
 def _requested(policy: EvictionPolicy, extents: Mapping[Key, Extent]) -> tuple[list[Key], list[Key]]:

@@ -107,9 +107,17 @@ class RunningEngine:
         return {"is_done": bool(self._llm.reset_prefix_cache())}
 
     def keys(self, tokens: list[int], salt: str) -> dict[str, Any]:
-        """The keys of the prompt's whole chunks, in order."""
+        """The keys of the prompt's whole chunks, in order; of a tier by what vLLM's metrics say of it, as a router has
+        them.
+        """
         from nixl_client.connectors.vllm.naming import KeyChain
+        from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, parse_names
 
+        if self._is_tier:
+            (labels,) = [metric.labels for metric in self._llm.get_metrics() if metric.name == TIER_INFO]
+            chunk_tokens = int(labels["chunk_tokens"])
+            count = len(tokens) // chunk_tokens
+            return {"keys": list(parse_names(labels).prompt_keys(0, tokens, chunk_tokens, count, salt))}
         scheduler, _ = self._connectors()
         chunk_tokens = scheduler._setup.grid.chunk_tokens
         chain = KeyChain(scheduler._ledger.deployment.namespace(0, "", salt), chunk_tokens)

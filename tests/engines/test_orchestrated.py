@@ -70,8 +70,8 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
 
 @contextmanager
-def running(folder: Path, engine_count: int, *engine_options: str) -> Iterator[Bed]:
-    """A store, engines and an orchestrator, which end with the block."""
+def running(folder: Path, engine_count: int, *engine_options: str, has_tier: bool = False) -> Iterator[Bed]:
+    """A store, engines and an orchestrator, which end with the block. Engines have our connector or our tier."""
     config = folder / "config.toml"
     config.write_text(CONFIG)
     model = folder / "model"
@@ -92,7 +92,8 @@ def running(folder: Path, engine_count: int, *engine_options: str) -> Iterator[B
 
         s3_client(url, OWNER).create_bucket(Bucket=BUCKET)
         target = S3Target(url, *OWNER, BUCKET, "us-east-1")
-        running = vllm_servers(folder, model, engine_count, target, *engine_options, extra={"load": "all"})
+        extra = {} if has_tier else {"load": "all"}
+        running = vllm_servers(folder, model, engine_count, target, *engine_options, extra=extra, has_tier=has_tier)
         engines = stack.enter_context(running)
         environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
         urls = [engine.url for engine in engines]
@@ -165,6 +166,24 @@ def test_the_other_engine_has_the_prefix_from_the_store_and_the_decision_knows_i
         assert other["choices"][0]["text"] == direct["choices"][0]["text"]
     finally:
         bed.ask(f"/_orchestrator/engines/{home}/undrain", {})
+
+
+def test_a_tiers_objects_are_found_for_every_engine(tmp_path: Path) -> None:
+    """By vLLM's own hashes, those of a tenant for that tenant alone."""
+    prompt = [number % 750 + 25 for number in range(512)]
+    with running(tmp_path, 2, has_tier=True) as bed:
+        for salt in ({}, {"cache_salt": "one"}):
+            bed.complete(prompt, **salt)
+
+        def stored(**salt: str) -> dict[str, int]:
+            told = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": [*prompt, 9], **salt})
+            return {each["engine"]: each["stored_tokens"] for each in told["candidates"]}
+
+        for engine in bed.engines:  # each publishes after its first step
+            engine.post("/v1/completions", {"model": MODEL, "prompt": [5, 6], "max_tokens": 1})
+        for salt in ({}, {"cache_salt": "one"}):
+            assert eventually(lambda salt=salt: min(stored(**salt).values()) >= 480), stored(**salt)
+        assert set(stored(cache_salt="two").values()) == {0}
 
 
 def test_salts_share_nothing(bed: Bed) -> None:

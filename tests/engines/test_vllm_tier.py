@@ -78,8 +78,12 @@ def test_each_family_answers_from_the_store_as_without_one(
     prompts = APART if family == "lfm2" else PROMPTS
     with engines.plain_of(model, **options) as engine:
         wanted = engine.generate_each(prompts).tokens
-    outcomes = [engine.generate_each(prompts) for engine in restarted(engines, store, model, **options)]
+    outcomes, named = [], set[str]()
+    for engine in restarted(engines, store, model, **options):
+        outcomes.append(engine.generate_each(prompts))
+        named |= set(engine.keys(prompts[0]))
     assert [outcome.tokens for outcome in outcomes] == [wanted, wanted]
+    assert named <= object_keys(store), "a router looks for other objects than the engine stores"
     warm = outcomes[1]
     assert warm.count("loaded_chunks") > 0
     assert warm.count("fetches") <= 2 * warm.count("loads")

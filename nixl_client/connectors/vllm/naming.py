@@ -57,6 +57,16 @@ class Deployment:
             name=self.name,
         )
 
+    def hash_count(self, chunk_tokens: int) -> int:
+        """Hashes that one key takes."""
+        return 1
+
+    def prompt_keys(
+        self, rank: int, tokens: Sequence[int] | npt.NDArray[np.uint32], chunk_tokens: int, count: int, salt: str
+    ) -> tuple[str, ...]:
+        """The keys of the first `count` chunks, without an adapter. Raises ValueError where tokens are too few."""
+        return KeyChain(self.namespace(rank, "", salt), chunk_tokens).keys(tokens, count)
+
 
 def short_name(model: str) -> str:
     """The name that people know a model by: the last part of its name or path, or the name in the path of Hugging

@@ -9,18 +9,20 @@ import queue
 import threading
 import time
 from collections.abc import Collection, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
@@ -36,6 +38,7 @@ from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
 from nixl_client.connectors.vllm_tier.options import TierOptions
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
 from nixl_client.connectors.vllm_tier.rules.naming import TierSpace, group_of
+from nixl_client.connectors.vllm_tier.rules.published import HASHING, TIER_INFO, TIER_LABELS, CacheGroup, tier_labels
 from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
 from nixl_client.connectors.vllm_tier.rules.verdicts import Verdicts
 from nixl_client.connectors.vllm_tier.start import introduce
@@ -61,6 +64,7 @@ METRICS = {
     "store_failures": "Stores that failed",
     "dropped_chunks": "Chunks not written for want of time or room",
 }
+INFO = "The names and the shape of the engine's objects"
 _PREFIX = "vllm:objectcache_tier_"
 _DRAIN_TOLD_S = 10.0
 _log = logging.getLogger(__name__)
@@ -102,6 +106,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             _region(getattr(offloading_spec, "_scheduler_mmap", None), primary_kv_view),
             row_bytes,
         )
+        self._publish = partial(_published, config, cards, self._forms, self._space, self._options)
         self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
         self._has_answers = True
         self._is_used = None not in self._forms.values()
@@ -112,6 +117,11 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             name="objectcache-tier-start",
             daemon=True,
         ).start()
+
+    @cached_property
+    def labels(self) -> tuple[str, ...] | None:
+        """The values of TIER_LABELS, None where nothing is published. Known after the first step."""
+        return self._publish()
 
     @cached_property
     def space(self) -> TierSpace:
@@ -189,8 +199,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """The tier's counters."""
-        return {f"{_PREFIX}{name}": OffloadingCounterMetadata(documentation=text) for name, text in METRICS.items()}
+        """The tier's counters, and what it publishes."""
+        counters = {f"{_PREFIX}{name}": OffloadingCounterMetadata(documentation=text) for name, text in METRICS.items()}
+        return {**counters, TIER_INFO: OffloadingGaugeMetadata(documentation=INFO, labelnames=TIER_LABELS)}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The counts since the last call."""
@@ -200,6 +211,8 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         stats = OffloadingConnectorStats()
         for name, amount in counts.items():
             stats.increase_counter(f"{_PREFIX}{name}", amount)
+        if self.labels is not None:
+            stats.set_gauge(TIER_INFO, 1, self.labels)
         return stats
 
     def _take_answers(self) -> None:
@@ -302,6 +315,28 @@ def _space(
     }
     name = cards[0].name if cards else short_name(config.model.name)
     return TierSpace(name, fields)
+
+
+def _published(
+    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], space: TierSpace, options: TierOptions
+) -> tuple[str, ...] | None:
+    """The labels that routers read. None where these could not name the objects: not all is known, or vLLM hashes
+    otherwise.
+    """
+    if not cards or cards[0].hashing.split()[0] != HASHING or any(form is None for form in forms.values()):
+        return None
+    groups = [
+        CacheGroup(
+            group.group_id,
+            group.tokens_per_block * config.cache.blocks_per_chunk,
+            form,
+            all(card.are_whole[index] for card in cards),
+        )
+        for index, group in enumerate(config.groups)
+        if (form := forms[group.group_id]) is not None
+    ]
+    none_hash, tokens_per_hash = kv_cache_utils.NONE_HASH, config.cache.tokens_per_hash
+    return tier_labels(space.prefix, none_hash, tokens_per_hash, groups, options.endpoint, options.bucket)
 
 
 def _region(scheduler_mmap: Any, view: memoryview) -> Bytes:

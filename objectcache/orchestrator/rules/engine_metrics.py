@@ -1,4 +1,4 @@
-"""The contents of an engine's own `/metrics`: its queue, its KV blocks, and the deployment that its connector
+"""The contents of an engine's own `/metrics`: its queue, its KV blocks, and the names that its connector or its tier
 publishes.
 """
 
@@ -16,6 +16,7 @@ from descriptors.errors import CallerError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import NO_COSTS, DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
+from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, TierNames, parse_names
 from objectcache.orchestrator.rules.openai_requests import OUTPUT_TOKENS_DEFAULT
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -49,17 +50,17 @@ COUNTS = {
 """The most that each counts."""
 ANSWERS_MIN = 16
 """Fewer answers say nothing of the mean."""
-_WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
+_WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, TIER_INFO, COSTS, CONNECTOR)
 _LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*".encode(), re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The deployment that the engine's connector publishes: where its chunks are, their names, their shape, the costs
-    it fitted, and which encoded chunks it takes.
+    """The chunks of an engine as its connector or its tier publishes them: where they are, their names, their shape,
+    the costs it fitted, and which encoded ones it takes.
     """
 
-    deployment: Deployment
+    names: Deployment | TierNames
     layout: ChunkLayout
     endpoint: str
     bucket: str
@@ -105,6 +106,7 @@ def read_metrics(said: bytes) -> EngineReport:
     running = waiting = generated_tokens = answer_count = 0.0
     kv_tokens = block_tokens = None
     info: Mapping[str, str] | None = None
+    tier: Mapping[str, str] | None = None
     costs: dict[str, float] = {}
     has_connector = False
     started_at: float | None = None
@@ -129,9 +131,11 @@ def read_metrics(said: bytes) -> EngineReport:
             has_connector = True
         elif name == DEPLOYMENT:
             info = labels
+        elif name == TIER_INFO:
+            tier = labels
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value
-    published = None if info is None else _published(info, costs)
+    published = _published(info, costs) if info is not None else None if tier is None else _published_by_tier(tier)
     return EngineReport(
         running=round(running),
         waiting=round(waiting),
@@ -204,7 +208,7 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         costs.get(RATE, 0.0),
     )
     return Published(
-        deployment=deployment,
+        names=deployment,
         layout=layout,
         endpoint=endpoint,
         bucket=bucket,
@@ -212,6 +216,20 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         loads=loads,
         accept=accept,
     )
+
+
+def _published_by_tier(labels: Mapping[str, str]) -> Published | None:
+    """None for what no tier would publish. Its loads are over before their requests run: chunks have one layer."""
+    try:
+        names = parse_names(labels)
+        layout = ChunkLayout(1, int(labels["chunk_tokens"]), int(labels["chunk_bytes"]))
+        endpoint, bucket = labels["endpoint"], labels["bucket"]
+    except (KeyError, ValueError, CallerError):
+        return None
+    sizes = (layout.chunk_tokens, layout.per_layer_chunk_bytes, names.hash_tokens)
+    if min(sizes) < 1 or max(sizes) > 1 << 40 or max(len(endpoint), len(bucket)) > TEXT_MAX:
+        return None
+    return Published(names, layout, endpoint, bucket)
 
 
 def _accepted(info: Mapping[str, str]) -> Accept | None:

@@ -15,6 +15,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.recompute import Advice, AdviceRequest, Choice, DeliveryCosts, PrefillCosts
 from nixl_client.client import Client
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.connectors.vllm_tier.rules.published import TierNames
 from objectcache.orchestrator.rules.engine_metrics import Published
 from objectcache.orchestrator.rules.prediction import StoredPrefix
 from objectcache.orchestrator.settings import StoreSettings
@@ -71,7 +72,7 @@ async def test_engines_with_other_chunks_take_turns_at_having_prompts_named(monk
 
     monkeypatch.setattr(KeyChain, "keys", keys)
     store, costly, other = lookups(60.0), published(), published()
-    costly = replace(costly, deployment=Deployment("model", "bfloat16", 1), layout=ChunkLayout(2, 1, 4096))
+    costly = replace(costly, names=Deployment("model", "bfloat16", 1), layout=ChunkLayout(2, 1, 4096))
     try:
         asked = [
             asyncio.create_task(store.find([name], each, TOKENS, ""))
@@ -235,7 +236,7 @@ async def test_a_lookup_for_which_nobody_waits_asks_for_no_further_rank(monkeypa
     monkeypatch.setattr(Client, "advise", advise)
     store = lookups(0.02)
     try:
-        wide = replace(published(), deployment=replace(published().deployment, tp_size=8))
+        wide = replace(published(), names=replace(published().names, tp_size=8))
         assert await store.find(["engine"], wide, TOKENS, "") is None
         go_on.set()
         store._threads.shutdown()
@@ -257,7 +258,7 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
     monkeypatch.setattr("objectcache.orchestrator.store_lookups.KEYS_MAX", 64)
     store = lookups(60.0)
     try:
-        wide = replace(published(), deployment=replace(published().deployment, tp_size=8, pp_size=4))
+        wide = replace(published(), names=replace(published().names, tp_size=8, pp_size=4))
         assert await store.find(["engine"], wide, list(range(16 * 1000)), "") is not None
         assert counts == [2] * RANKS_ASKED_MAX
     finally:
@@ -265,9 +266,14 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
 
 
 def test_an_engine_cannot_have_any_number_of_chunks_named() -> None:
-    """It says how many tokens a chunk has, and how many ranks write its parts."""
+    """It says how many tokens a chunk has, how many are hashed at a time, and how many ranks write its parts."""
     deployment = Deployment("m", "bfloat16", 1, tp_size=1024)
     greedy = Published(deployment, ChunkLayout(2, 1, 4096), "http://127.0.0.1:1", "bucket")
     keys = named_chunks(greedy, list(range(100_000)), "")
     assert len(keys) <= RANKS_ASKED_MAX
     assert sum(map(len, keys)) * deployment.rank_count / len(keys) <= KEYS_MAX
+    tier = Published(
+        TierNames("vllm/m/0/", bytes(32), 0, 1), ChunkLayout(1, 1000, 4096), "http://127.0.0.1:1", "bucket"
+    )
+    (keys,) = named_chunks(tier, list(range(1_000_000)), "")
+    assert len(keys) == KEYS_MAX // 1000

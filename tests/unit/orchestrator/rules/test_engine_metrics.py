@@ -9,6 +9,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import published
+from nixl_client.connectors.vllm_tier.rules.published import TierNames
 from objectcache.orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
 from objectcache.orchestrator.rules.openai_requests import OUTPUT_TOKENS_DEFAULT
 
@@ -98,7 +99,7 @@ def test_what_the_connector_publishes_comes_back(accept: Accept | None) -> None:
     lines += [f'vllm:objectcache_cost_{name}{{engine="0"}} {value}' for name, value in document["costs"].items()]
     found = read("\n".join(lines)).published
     assert found is not None
-    assert (found.deployment, found.layout, found.endpoint, found.bucket) == (
+    assert (found.names, found.layout, found.endpoint, found.bucket) == (
         deployment, layout, "http://store:9000", "kv",
     )  # fmt: skip
     assert (found.prefill, found.loads, found.accept) == (prefill, loads, accept)
@@ -129,6 +130,33 @@ def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:
     }  # fmt: skip
     text = ",".join(f'{label}="{said}"' for label, said in labels.items())
     assert read(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
+
+
+TIER = {
+    "space": "vllm/Llama/0123/", "none_hash": "ab" * 32, "group": "1", "hash_tokens": "16", "chunk_tokens": "32",
+    "chunk_bytes": "6096", "endpoint": "http://store:9000", "bucket": "kv",
+}  # fmt: skip
+
+
+def tier_line(**changed: str) -> str:
+    text = ",".join(f'{name}="{said}"' for name, said in {**TIER, **changed}.items())
+    return f"vllm:objectcache_tier_info{{{text}}} 1"
+
+
+def test_a_tier_publishes_names_and_its_loads_are_over_before_requests_run() -> None:
+    found = read(tier_line()).published
+    assert found is not None
+    assert found.names == TierNames(TIER["space"], bytes.fromhex(TIER["none_hash"]), 1, 16)
+    assert found.layout == ChunkLayout(1, 32, 6096)
+    assert (found.endpoint, found.bucket, found.prefill, found.accept) == ("http://store:9000", "kv", None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("space", "kv/Llama/"), ("none_hash", "ab"), ("chunk_tokens", "0"), ("chunk_bytes", "-1"), ("bucket", "b" * 1100)],
+)
+def test_a_tier_that_cannot_be_is_none(name: str, value: str) -> None:
+    assert read(tier_line(**{name: value})).published is None
 
 
 @pytest.mark.parametrize("cost", ["NaN", "+Inf", "-1", "1e300"])
