@@ -14,6 +14,7 @@ import traceback
 from typing import IO, Any
 
 from tests.engines.disturb import hooked, hooked_tier, overlap_steps, watched
+from tests.engines.image_model import seeded_image
 from tests.engines.messages import EngineSettings, Moment, Operation
 
 SETTLE_S = 60.0
@@ -106,9 +107,9 @@ class RunningEngine:
         """Empty the engine's prefix cache."""
         return {"is_done": bool(self._llm.reset_prefix_cache())}
 
-    def keys(self, tokens: list[int], salt: str) -> dict[str, Any]:
-        """The keys of the prompt's whole chunks, in order; of a tier by what vLLM's metrics say of it, as a router has
-        them.
+    def keys(self, tokens: list[int], salt: str, image: int) -> dict[str, Any]:
+        """The keys of the whole chunks of a prompt without an image, in order; of a tier by what vLLM's metrics say of
+        it, as a router has them.
         """
         from nixl_client.connectors.vllm.naming import KeyChain
         from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, parse_names
@@ -145,6 +146,8 @@ class RunningEngine:
             text = TokensPrompt(prompt_token_ids=prompt["tokens"])
             if prompt["salt"]:
                 text["cache_salt"] = prompt["salt"]
+            if prompt["image"]:
+                text["multi_modal_data"] = {"image": seeded_image(prompt["image"])}
             texts.append(text)
         sampling = [
             SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in max_tokens

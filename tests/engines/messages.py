@@ -37,13 +37,14 @@ class Moment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the tenant's salt."""
+    """Token ids, the tenant's salt, and the seed of an image that stands before the text; 0: none."""
 
     tokens: tuple[int, ...]
     salt: str = ""
+    image: int = 0
 
     def to_json(self) -> Json:
-        return {"tokens": list(self.tokens), "salt": self.salt}
+        return {"tokens": list(self.tokens), "salt": self.salt, "image": self.image}
 
 
 @dataclass(frozen=True, slots=True)

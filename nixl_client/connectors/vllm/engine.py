@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -26,6 +27,11 @@ from nixl_client.connectors.vllm.weights import fingerprint
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"\d+")
+_INPUT_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_INPUT_SETTINGS = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype",
+    "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
 
 
 class UnsupportedError(Exception):
@@ -133,6 +139,7 @@ def deployment(vllm_config: Any, group: Any, options: VllmOptions) -> Deployment
     parallel, model, spec = vllm_config.parallel_config, vllm_config.model_config, group.kv_cache_spec
     config: str = model.hf_config.to_json_string(use_diff=False)
     parts = [config, f"{len(group.layer_names)} layers", f"{spec.page_size_bytes} bytes", str(model.quantization)]
+    parts += inputs_name(vllm_config)
     if "longrope" in config:
         parts.append(f"max_model_len={model.max_model_len}")  # decides which factors positions are rotated with
     speculation = vllm_config.speculative_config
@@ -162,18 +169,37 @@ def model_name(vllm_config: Any, options: VllmOptions) -> str:
     return options.model or short_name(vllm_config.model_config.model)
 
 
+def inputs_name(vllm_config: Any) -> list[str]:
+    """All that decides how images, sound and video become embeddings, besides the weights: vLLM's hash of one says
+    which it is, and not how an engine scales it. Nothing for models that read text alone.
+    """
+    inputs = vllm_config.model_config.multimodal_config
+    if inputs is None:
+        return []
+    found = [f"{name}={getattr(inputs, name, None)!r}" for name in _INPUT_SETTINGS]
+    for name in _INPUT_FILES:
+        with contextlib.suppress(OSError):
+            found.append(hashlib.sha256((_model_folder(vllm_config) / name).read_bytes()).hexdigest())
+    return found
+
+
 def weights_name(vllm_config: Any) -> str:
     """The fingerprint of the weights the engine has loaded; where they are not in files, the name they go by."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    try:
+        return fingerprint(_model_folder(vllm_config))
+    except OSError as error:
+        _log.warning("keys are told apart by the model's name alone: %s", error)
+        return f"{model.model}@{model.revision or ''} {load.load_format}"
+
+
+def _model_folder(vllm_config: Any) -> Path:
     model, load = vllm_config.model_config, vllm_config.load_config
     path = Path(model.model)
     if not path.exists():
         cached = try_to_load_from_cache(model.model, "config.json", load.download_dir, model.revision)
         path = Path(cached).parent if isinstance(cached, str) else path
-    try:
-        return fingerprint(path)
-    except OSError as error:
-        _log.warning("keys are told apart by the model's name alone: %s", error)
-        return f"{model.model}@{model.revision or ''} {load.load_format}"
+    return path
 
 
 def worker_rank(tp_size: int) -> int:

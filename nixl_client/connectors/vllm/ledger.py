@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from nixl_client.connectors.compute_fit import NO_WORK, Work
 from nixl_client.connectors.vllm.grid import Grid
-from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.connectors.vllm.naming import Deployment, Feature, KeyChain
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 
 BAD_S = 300.0
@@ -39,9 +39,11 @@ class Tracked:
         whatever connector; None until it runs.
     unread_jobs: store jobs whose blocks are still read.
     loaded_after: how often the engine had preempted the request when it was loaded last; None before.
+    feature_count: the images that the chains know.
     """
 
     chains: tuple[KeyChain, ...]
+    feature_count: int = 0
     matched_chunks: int | None = None
     rate_bytes_per_s: float = 0.0
     looked_up_s: float = 0.0
@@ -97,13 +99,14 @@ class SchedulerLedger:
         """The deployment that keys are made from, for requests that are tracked from now on."""
         return self._deployment
 
-    def track(self, request_id: str, lora: str, salt: str) -> Tracked:
+    def track(self, request_id: str, lora: str, salt: str, features: Sequence[Feature] = ()) -> Tracked:
         """The request's entry, made when there is none."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             ranks = range(self._deployment.rank_count)
             namespaces = [self._deployment.namespace(rank, lora, salt) for rank in ranks]
-            tracked = Tracked(tuple(KeyChain(text, self._grid.chunk_tokens) for text in namespaces))
+            chains = tuple(KeyChain(each, self._grid.chunk_tokens, features) for each in namespaces)
+            tracked = Tracked(chains, len(features))
             self._requests[request_id] = tracked
         return tracked
 
@@ -145,6 +148,11 @@ class SchedulerLedger:
         """Tokens that were in the engine's own blocks when the request was last looked at."""
         tracked = self._requests.get(request_id)
         return 0 if tracked is None else tracked.computed_tokens
+
+    def feature_count(self, request_id: str) -> int:
+        """The images that its keys tell."""
+        tracked = self._requests.get(request_id)
+        return 0 if tracked is None else tracked.feature_count
 
     def is_loading(self, hashes: Sequence[bytes]) -> bool:
         """Whether one of the blocks with these hashes is being loaded, as far as workers have reported."""

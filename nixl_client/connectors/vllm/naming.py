@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,13 +78,28 @@ def short_name(model: str) -> str:
     return cached.split("--")[-1] if cached is not None else (parts[-1] if parts else model)
 
 
-class KeyChain:
-    """The keys of one prefix in one namespace, as `descriptors.prefix_keys.chunk_keys` gives them, each hashed once."""
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An image, or another input that is no text, in place of `token_count` tokens from `offset` on. `identifier` is
+    vLLM's hash of it, or what a client names it.
+    """
 
-    def __init__(self, namespace: Namespace, chunk_tokens: int) -> None:
+    identifier: str
+    offset: int
+    token_count: int
+
+
+class KeyChain:
+    """The keys of one prefix in one namespace, as `descriptors.prefix_keys.chunk_keys` gives them, each hashed once.
+    The tokens in place of an image are the same for all images: a chunk that has some is hashed with the digest of the
+    identifier and the place of the image, counted from the chunk's first token, behind its tokens.
+    """
+
+    def __init__(self, namespace: Namespace, chunk_tokens: int, features: Sequence[Feature] = ()) -> None:
         self._digest, self._prefix = key_chain(namespace, chunk_tokens)
         self._chunk_tokens = chunk_tokens
         self._keys: list[str] = []
+        self._features = sorted(features, key=lambda each: each.offset)
 
     def keys(self, tokens: Sequence[int] | npt.NDArray[np.uint32], chunk_count: int) -> tuple[str, ...]:
         """The first `chunk_count` keys. `tokens` must go on from those of the calls before."""
@@ -94,6 +110,19 @@ class KeyChain:
             if len(packed) != 4 * step * (chunk_count - known):
                 raise ValueError(f"{len(tokens)} tokens have no {chunk_count} chunks of {step}")
             for start in range(0, len(packed), 4 * step):
-                self._digest = hashlib.sha256(self._digest + packed[start : start + 4 * step]).digest()
+                images = self._images(len(self._keys) * step) if self._features else b""
+                self._digest = hashlib.sha256(self._digest + packed[start : start + 4 * step] + images).digest()
                 self._keys.append(self._prefix + self._digest.hex())
         return tuple(self._keys[:chunk_count])
+
+    def _images(self, start: int) -> bytes:
+        """The part of the hash that tells the images of the chunk from `start` on. Features that end before it are
+        needed no more.
+        """
+        self._features = [each for each in self._features if each.offset + each.token_count > start]
+        end = start + self._chunk_tokens
+        return b"".join(
+            hashlib.sha256(each.identifier.encode()).digest() + struct.pack("<q", each.offset - start)
+            for each in self._features
+            if each.offset < end
+        )

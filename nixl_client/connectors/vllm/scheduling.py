@@ -19,6 +19,7 @@ from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
+from nixl_client.connectors.vllm.naming import Feature
 from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
 from nixl_client.connectors.vllm.published import published, told_chunks
 from nixl_client.connectors.vllm.steps import Report, Step
@@ -35,6 +36,20 @@ class Lora(Protocol):
     lora_path: str
 
 
+class PlaceholderRange(Protocol):
+    """The part of vLLM's class of that name used here."""
+
+    offset: int
+    length: int
+
+
+class MultiModalFeature(Protocol):
+    """The part of vLLM's MultiModalFeatureSpec that decides what KV bytes mean."""
+
+    identifier: str
+    mm_position: PlaceholderRange
+
+
 class EngineRequest(Protocol):
     """The part of vLLM's Request used here."""
 
@@ -46,7 +61,7 @@ class EngineRequest(Protocol):
     num_preemptions: int
     lora_request: Lora | None
     cache_salt: str | None
-    mm_features: Sequence[object]
+    mm_features: Sequence[MultiModalFeature]
     prompt_embeds: object | None
     prompt_token_ids: Sequence[int] | None
     block_hashes: Sequence[bytes]
@@ -112,9 +127,14 @@ class SchedulerSide:
         if self._ledger.is_loading(awaited):
             return None
         adapter = self._adapter(request.lora_request)
-        if adapter is None or not _is_text(request):
+        if adapter is None or not _has_names(request):
             return 0
-        tracked = self._ledger.track(request.request_id, adapter, request.cache_salt or "")
+        features = [
+            Feature(each.identifier, each.mm_position.offset, each.mm_position.length) for each in request.mm_features
+        ]
+        tracked = self._ledger.track(request.request_id, adapter, request.cache_salt or "", features)
+        if tracked.feature_count != len(features):
+            return 0  # a later turn has brought an image
         self._requests[request.request_id] = request
         if self._is_ahead and tracked.loaded_after == request.num_preemptions:
             return 0  # it was loaded, and nothing came: not again
@@ -206,7 +226,7 @@ class SchedulerSide:
         return None if found is None else f"{lora.lora_name}\n{found}"
 
     def _write(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
-        if not _is_text(request):
+        if not _has_names(request) or self._ledger.feature_count(request.request_id) != len(request.mm_features):
             return
         sure_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         held_tokens = min(sure_tokens, len(block_ids) * self._grid.block_tokens)
@@ -256,6 +276,6 @@ class SchedulerSide:
         return advice.chunk_count
 
 
-def _is_text(request: EngineRequest) -> bool:
-    """Whether the tokens alone decide the KV: no images, no embeddings in place of tokens."""
-    return bool(request.prompt_token_ids) and not request.mm_features and request.prompt_embeds is None
+def _has_names(request: EngineRequest) -> bool:
+    """Whether the tokens decide the KV, and the identifiers of images: no embeddings in place of tokens."""
+    return bool(request.prompt_token_ids) and request.prompt_embeds is None

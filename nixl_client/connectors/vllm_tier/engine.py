@@ -15,7 +15,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
-from nixl_client.connectors.vllm.engine import weights_name
+from nixl_client.connectors.vllm.engine import inputs_name, weights_name
 from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm.weights import fingerprint
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard
@@ -49,6 +49,7 @@ def _identity(vllm_config: Any) -> str:
     text: str = model.hf_config.to_json_string(use_diff=False)
     parts = [weights_name(vllm_config), text, str(model.quantization), f"{model.dtype} {cache.cache_dtype}"]
     parts.append(str(getattr(cache, "mamba_cache_dtype", "")) + str(getattr(cache, "mamba_ssm_cache_dtype", "")))
+    parts += inputs_name(vllm_config)
     if "longrope" in text:
         parts.append(f"max_model_len={model.max_model_len}")  # decides which factors positions are rotated with
     speculation = vllm_config.speculative_config

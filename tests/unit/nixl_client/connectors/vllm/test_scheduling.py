@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import ChunkRange, Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
-from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.connectors.vllm.naming import Deployment, Feature, KeyChain
 from nixl_client.connectors.vllm.options import PROMISED, LoadPolicy, VllmOptions
 from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
@@ -321,6 +322,46 @@ class Request:
         self.__dict__.update(changes)
 
 
+def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
+    """As vLLM's MultiModalFeatureSpec has it."""
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+class TestKeyChain:
+    NAMESPACE = ONE_RANK.namespace(0, "", "")
+    TOKENS = tuple(range(160))
+
+    def keys(self, *features: Feature) -> tuple[str, ...]:
+        return KeyChain(self.NAMESPACE, 32, features).keys(self.TOKENS, 5)
+
+    def test_without_images_keys_are_those_of_the_tokens(self) -> None:
+        assert list(self.keys()) == chunk_keys(self.NAMESPACE, self.TOKENS, 32)
+
+    def test_an_image_changes_the_keys_from_its_first_chunk_on(self) -> None:
+        plain, first, other = self.keys(), self.keys(Feature("a", 40, 60)), self.keys(Feature("b", 40, 60))
+        assert plain[:1] == first[:1] == other[:1]
+        assert not set(plain[1:]) & set(first[1:])
+        assert not set(first[1:]) & set(other[1:])
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            (Feature("a", 41, 60),),
+            (Feature("a", 40, 30),),
+            (Feature("a", 40, 60), Feature("a", 110, 5)),
+            (Feature("aa", 40, 60),),
+        ],
+    )
+    def test_place_size_and_number_of_images_are_in_the_keys(self, other: tuple[Feature, ...]) -> None:
+        assert self.keys(Feature("a", 40, 60))[-1] != self.keys(*other)[-1]
+
+    def test_keys_do_not_hang_on_how_far_the_engine_has_come(self) -> None:
+        chain = KeyChain(self.NAMESPACE, 32, [Feature("b", 100, 40), Feature("a", 5, 70)])
+        for count in range(1, 6):
+            chain.keys(self.TOKENS, count)
+        assert chain.keys(self.TOKENS, 5) == self.keys(Feature("a", 5, 70), Feature("b", 100, 40))
+
+
 class TestWeights:
     def weights(self, path: Path, fill: int, names: Sequence[str] = ("a", "b")) -> Path:
         path.mkdir(exist_ok=True)
@@ -507,14 +548,26 @@ class TestSchedulerSide:
         assert side.match(Request(tokens, cache_salt="two"), 0) == 0
         assert side.match(Request(tokens, cache_salt="one", request_id="q"), 0) == 96
 
-    def test_requests_that_are_not_only_tokens_are_left_alone(self) -> None:
+    def test_requests_with_embeddings_of_their_own_are_left_alone(self) -> None:
         side, store, ledger = self.side()
         tokens = list(range(100))
         self.fill(store, tokens)
-        for request in (Request(tokens, mm_features=[1]), Request(tokens, prompt_embeds=1)):
-            assert side.match(request, 0) == 0
-            side.allocated(request, [1, 2, 3, 4], 0)
-            assert not side.finished(request, [1, 2, 3, 4])
+        request = Request(tokens, prompt_embeds=1)
+        assert side.match(request, 0) == 0
+        side.allocated(request, [1, 2, 3, 4], 0)
+        assert not side.finished(request, [1, 2, 3, 4])
+        assert not ledger.take_step().stores
+
+    def test_images_are_told_apart_and_one_that_comes_later_is_not_stored(self) -> None:
+        side, store, ledger = self.side()
+        tokens = list(range(100))
+        self.fill(store, tokens)
+        request = Request(tokens, mm_features=[image("a", 40, 20)], num_computed_tokens=100)
+        assert side.match(request, 0) == 32  # up to the image the prompt is the text that is stored
+        side.allocated(request, [1, 2, 3, 4], 0)
+        request.mm_features.append(image("b", 70, 5))
+        assert side.match(request, 0) == 0
+        side.finished(request, [1, 2, 3, 4])
         assert not ledger.take_step().stores
 
     @pytest.mark.parametrize("answer", [KeyError("matched"), ValueError("JSON"), OverflowError("token")])
