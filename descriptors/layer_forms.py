@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,16 @@ RUNS_MAX = 64
 MERGED_RUNS_MAX = 256
 """Runs of a delivery that several servers carry out: the text has to fit into a header."""
 _ERROR = "error"
+
+
+class LossBasis(Enum):
+    """The ground of a delivery's loss, the weakest of its chunks: their models were calibrated; the loss is the
+    greatest of all calibrated models; or a model is not calibrated, and its chunks came exactly therefore.
+    """
+
+    CALIBRATED = "calibrated"
+    WORST = "worst"
+    UNCALIBRATED = "uncalibrated"
 
 
 class WrongFormsError(ValueError):

@@ -15,6 +15,7 @@ from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.utility_policy import UtilitySettings
 from storage_server.delivery.scheduler.settings import SchedulerSettings
 from storage_server.planning.durability import Durability
+from storage_server.planning.losses import LossTable
 
 DISK_BYTES_MIN = 64 * MIB
 
@@ -172,7 +173,7 @@ class StorageSettings:
 
     With `compression` the DRAM tier goes by the utility of each chunk in place of `eviction`, and keeps some encoded
     for readers that take them; `max_errors` bounds the error of each chunk that an access key gets, whatever it
-    accepts, and `error_budgets` the mean error of all its chunks.
+    accepts, and `error_budgets` the mean error of all its chunks. Readers with a bound of loss go by `losses`.
 
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
@@ -200,6 +201,7 @@ class StorageSettings:
     direct_payload_bytes: int = 16 * MIB
     dram_bytes: int = GIB
     compression: UtilitySettings | None = None
+    losses: LossTable = field(default_factory=LossTable)
     max_errors: Mapping[str, float] = field(default_factory=dict)
     error_budgets: Mapping[str, float] = field(default_factory=dict)
     cold_reads: ColdReads = ColdReads.CACHED

@@ -13,6 +13,7 @@ from objectcache.calibration.form_losses import FormLoss, TextSample
 from objectcache.calibration.probes import Ids, Probe
 from objectcache.calibration.quality import States, coded, logits_behind, prefix_states
 from objectcache.calibration.real_model import CONTROL_KL_MAX, RealModel, UnusableModelError, last_logits
+from objectcache.kv_codecs.chains import Chain, chain_name
 from objectcache.kv_codecs.layer import Codec
 
 
@@ -27,35 +28,40 @@ class Scored:
 
 
 def form_losses(
-    real: RealModel, probes: Sequence[Probe], codecs: Sequence[Codec], advance: Callable[[int], None]
+    real: RealModel,
+    probes: Sequence[Probe],
+    codecs: Sequence[Codec],
+    advance: Callable[[int], None],
+    chains: Sequence[Chain] = (),
 ) -> list[FormLoss]:
-    """The losses of exact KV, which are 0, and of each codec; `advance` is called for each codec of each probe. Raises
-    UnusableModelError.
+    """The losses of exact KV, which are 0, of each codec, and of chunks that have passed each of the chains; `advance`
+    is called for each of them and each probe. Raises UnusableModelError.
     """
+    forms = [*((codec,) for codec in codecs), *chains]
     unchanged: list[TextSample] = []
-    samples: dict[Codec, list[TextSample]] = {codec: [] for codec in codecs}
-    errors: dict[Codec, list[float]] = {codec: [] for codec in codecs}
-    sizes = {codec: [0, 0] for codec in codecs}
+    samples: dict[Chain, list[TextSample]] = {form: [] for form in forms}
+    errors: dict[Chain, list[float]] = {form: [] for form in forms}
+    sizes = {form: [0, 0] for form in forms}
     for number, probe in enumerate(probes):
         states = prefix_states(real.model, _batch(probe.context))
         exact = scored(real, states, probe)
         if number == 0:
             check_answers(real, probe, exact)
         unchanged.append(text_sample(exact, exact, probe))
-        for codec in codecs:
-            made = coded(states, codec)
-            samples[codec].append(text_sample(scored(real, made.states, probe), exact, probe))
-            errors[codec] += made.errors
-            sizes[codec][0] += made.encoded_bytes
-            sizes[codec][1] += made.exact_bytes
+        for form in forms:
+            made = coded(states, form[0], further=form[1:])
+            samples[form].append(text_sample(scored(real, made.states, probe), exact, probe))
+            errors[form] += made.errors
+            sizes[form][0] += made.encoded_bytes
+            sizes[form][1] += made.exact_bytes
             advance(1)
     losses = [FormLoss(Codec.EXACT.value, 1.0, 0.0, 0.0, tuple(unchanged))]
     return losses + [
         FormLoss(
-            codec.value, sizes[codec][0] / sizes[codec][1], max(errors[codec]),
-            sum(errors[codec]) / len(errors[codec]), tuple(samples[codec]),
+            chain_name(form), sizes[form][0] / sizes[form][1], max(errors[form]),
+            sum(errors[form]) / len(errors[form]), tuple(samples[form]),
         )
-        for codec in codecs
+        for form in forms
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from objectcache.calibration.real_model import UnusableModelError, checked_cache, last_logits
 from objectcache.kv_codecs.dropping import chosen_places
 from objectcache.kv_codecs.elements import Element
-from objectcache.kv_codecs.encoding import decode, encode
+from objectcache.kv_codecs.encoding import decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec, LayerShape, kept_count
 from objectcache.kv_codecs.loss import loss
 
@@ -87,10 +87,10 @@ def prefix_states(model: PreTrainedModel, context: torch.Tensor) -> States:
     ]
 
 
-def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Coded:
-    """Encode and decode all whole chunks of the KV, as the DRAM tier does; tokens behind them stay exact. To a codec
-    that drops tokens the whole context is one chunk, and the states that come back have the kept ones only. Raises
-    ValueError for contexts that are too short for that.
+def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS, further: Sequence[Codec] = ()) -> Coded:
+    """Encode and decode all whole chunks of the KV, as the DRAM tier does; tokens behind them stay exact. The chunks
+    are then encoded `further`, one codec after the other. To a codec that drops tokens the whole context is one chunk,
+    and the states that come back have the kept ones only. Raises ValueError for contexts that are too short for that.
     """
     batch, _, tokens, _ = states[0][0].shape
     if codec.drops_tokens:
@@ -114,6 +114,8 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
             if codec.drops_tokens:
                 kept[index] = torch.from_numpy(chosen_places(row, shape, codec))
             part_bytes = encode(row, shape, codec)
+            for after in further:
+                part_bytes, _ = encode_further(part_bytes, shape, after)
             decode(part_bytes, shape, back)
             lost = loss(row, back, shape)
             errors += [lost.keys, lost.values]

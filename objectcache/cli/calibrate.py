@@ -88,6 +88,12 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
         metavar="NAME",
         help="the texts are of this class of content (x-amz-objectcache-class): [compression.classes]",
     )
+    quality.add_argument(
+        "--losses",
+        type=Path,
+        metavar="FILE",
+        help="add the model's losses there, for readers with max_loss; those of other models stay",
+    )
     _add_results(quality)
     _add_plot(quality)
     quality.set_defaults(command=_quality)
@@ -161,9 +167,9 @@ def _quality(options: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("transformers") is None:
         return _checked(options, run, "quality needs torch and transformers: pip install torch transformers")
-    from objectcache.cli.calibrate_quality import texts_problem
+    from objectcache.cli.calibrate_quality import options_problem
 
-    return _checked(options, run, texts_problem(options.texts, options.content_class))
+    return _checked(options, run, options_problem(options))
 
 
 def _checked(options: argparse.Namespace, run: Callable[[], int], problem: str | None = None) -> int:

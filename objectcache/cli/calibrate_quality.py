@@ -6,11 +6,11 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
+from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE, MODEL_NAME, MODEL_NAME_RULE
+from descriptors.version import __version__
 from objectcache.calibration.form_losses import FormLoss, cells, on_curve
 from objectcache.calibration.loss_chart import draw_losses
 from objectcache.calibration.measured_text import text_of
@@ -21,13 +21,16 @@ from objectcache.calibration.shown_quality import shown_qualities
 from objectcache.calibration.text import aligned, six_digits
 from objectcache.cli.calibrate_run import DONE, config_of, failure, print_unwritten, target_of, write_json
 from objectcache.cli.config import Config
-from objectcache.cli.config_compression import DEFAULT_CODECS
-from objectcache.cli.config_file import check_edit, edit_file
+from objectcache.cli.config_compression import DEFAULT_CODECS, read_losses
+from objectcache.cli.config_file import check_edit, edit_file, replace_text
 from objectcache.cli.config_text import Table, table_lines, with_table
+from objectcache.kv_codecs.chains import chains_of, parse_chain
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.planning.forms import TIER_CODECS
+from storage_server.planning.losses import MeasuredLoss, ModelLosses
+from storage_server.planning.losses_file import CALIBRATED_CODECS, TEXT_MAX, losses_bytes, with_model
 
 CODECS, CLASSES = ("compression", "codecs"), ("compression", "classes")
 
@@ -59,11 +62,14 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     path = CODECS if options.content_class is None else (*CLASSES, options.content_class)
     if target is not None:  # before the minutes of measuring
         check_edit(target, lambda text: with_table(text, path, {"kivi4-1": {"quality": 1.0}}))
+    known = () if options.losses is None or not options.losses.exists() else read_losses(options.losses)
     named = set(config.compression.codecs)
     try:
-        losses, of_texts = measured(options, sorted(named))
+        every, of_texts, kv_shape = measured(options, sorted(named))
     except (OSError, ValueError, RuntimeError) as error:
         return failure(f"{options.quality}: {error}")
+    losses = [each for each in every if len(parse_chain(each.codec)) == 1]
+    chains = every[len(losses) :]
     encoded = losses[1:]
     same = {each.codec: np.array([one.agreement for one in each.samples]) for each in encoded}
     qualities = {
@@ -71,6 +77,8 @@ def calibrate_quality(options: argparse.Namespace) -> int:
         for name, quality in shown_qualities(same, {each.codec: each.bytes_part for each in encoded}).items()
     }
     print("\n".join(aligned(*cells(losses, {**qualities, Codec.EXACT.value: 1.0}))))
+    for each in chains:
+        print(f"{each.codec}: KL {each.interval('kl').text('.5f')}, encoded one after the other")
     print(f"\n{len(losses[0].samples)} texts ({of_texts}), mean and 95 % interval over them. {LEGEND}")
     curve = on_curve(losses)
     rows = [
@@ -80,9 +88,15 @@ def calibrate_quality(options: argparse.Namespace) -> int:
         options,
         {
             **describe_origin(), "model": options.quality, "content_class": options.content_class, "texts": of_texts,
-            "codecs": rows,
+            "codecs": rows, "chains": [each.row() for each in chains],
         },
     )  # fmt: skip
+    if options.losses is not None and not options.smoke:
+        if len(losses[0].samples) < 2:
+            return failure(f"{options.quality}: one text has no interval, and nothing was written to {options.losses}")
+        model = model_losses(options.quality, kv_shape, every, of_texts)
+        replace_text(options.losses.resolve(), losses_bytes(with_model(known, model)).decode())
+        print(f"\n{options.losses}: the losses of {model.model} are written: [compression] losses")
     if options.plot is not None:
         draw_losses(losses, options.plot, f"{options.quality}: what the forms lose")
     qualities = {name: quality for name, quality in qualities.items() if name in curve | named}
@@ -133,9 +147,25 @@ def decode_rates(rounds: int) -> dict[str, float]:
     return found
 
 
-def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str]:
-    """The losses of exact KV and of each codec, and the name of the texts. Codecs that drop tokens are measured where
-    they are `named`. Raises OSError, ValueError, RuntimeError.
+def model_losses(model: str, kv_shape: tuple[int, int], losses: Sequence[FormLoss], of_texts: str) -> ModelLosses:
+    """The model as a losses file has it: its forms whose loss holds for every context, of two texts or more."""
+    forms = {}
+    for each in losses:
+        chain = parse_chain(each.codec)
+        if set(chain) <= set(CALIBRATED_CODECS):
+            kl, recall = each.interval("kl"), each.interval("recall_change")
+            forms[chain] = MeasuredLoss(kl.mean, kl.high, -recall.mean, -recall.low)
+    text_count = len(losses[0].samples)
+    layers, width = kv_shape
+    return ModelLosses(
+        model, layers, width, Element.BFLOAT16, CHUNK_TOKENS, forms, of_texts[:TEXT_MAX], text_count, __version__
+    )
+
+
+def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str, tuple[int, int]]:
+    """The losses of exact KV, of each codec, and where they are to be written also of chains of the `named` codecs or
+    the default ones; the name of the texts; and the model's layers with their width. Codecs that drop tokens are
+    measured where they are `named`. Raises OSError, ValueError, RuntimeError.
     """
     from objectcache.calibration.compute.layer import present_device
     from objectcache.calibration.model_quality import form_losses
@@ -154,12 +184,19 @@ def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[Fo
     codecs = [codec for codec in TIER_CODECS if not codec.drops_tokens or codec.value in named]
     if real.has_windows:  # a layer of theirs tells by a token's place in the cache what it attends to
         codecs = [codec for codec in codecs if not codec.drops_tokens]
-    with progress_bar(len(asked) * len(codecs), "quality") as advance:
-        return form_losses(real, asked, codecs, advance), of_texts
+    kept = [codec for codec in codecs if codec.value in named] or DEFAULT_CODECS
+    chains = chains_of(kept) if options.losses is not None else ()
+    with progress_bar(len(asked) * (len(codecs) + len(chains)), "quality") as advance:
+        return form_losses(real, asked, codecs, advance, chains), of_texts, real.kv_shape
 
 
-def texts_problem(texts: Path | None, content_class: str | None) -> str | None:
+def options_problem(options: argparse.Namespace) -> str | None:
     """The problem of the options; None where there is none."""
+    texts, content_class = options.texts, options.content_class
+    if options.losses is not None and content_class is not None:
+        return "--losses goes without --class: a bound of loss holds for every content"
+    if options.losses is not None and MODEL_NAME.fullmatch(options.quality) is None:
+        return f"--losses needs a model whose name has {MODEL_NAME_RULE}"
     if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
         return f"--class has {CONTENT_CLASS_RULE}"
     return None if texts is None or texts.is_file() else f"{texts}: no such file"

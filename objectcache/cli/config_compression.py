@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from descriptors.chunk_flags import CONTENT_CLASS
+from descriptors.chunk_flags import CONTENT_CLASS, MODEL_NAME
 from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
 from storage_server.planning.forms import TIER_CODECS
+from storage_server.planning.losses import LossTable, ModelLosses, Uncalibrated
+from storage_server.planning.losses_file import LOSSES_BYTES_MAX, WrongLossesError, parse_losses
 
 DEFAULT_CODECS = {
     Codec.KIVI8: CodecFigures(0.995, 4e9),
@@ -41,6 +44,7 @@ class CodecConfig(Model):
 
 
 Quality = Annotated[float, Field(ge=0, le=1)]
+ModelName = Annotated[str, Field(pattern=f"^{MODEL_NAME.pattern}$")]
 ContentClass = Annotated[str, Field(pattern=f"^{CONTENT_CLASS.pattern}$")]
 
 
@@ -57,11 +61,29 @@ class CompressionConfig(Model):
     memory_bytes_per_s: Annotated[Rate, shown(8e9, "`calibrate theta` measures these two", gt=0)] = 8e9
     home_bytes_per_s: Annotated[Rate, shown(1e9, gt=0)] = 1e9
     half_life_s: Annotated[float, shown(600.0, "a use counts half after this time", ge=1, le=1e6)] = 600.0
+    losses: Annotated[
+        Path | None, shown("losses.json", "what `calibrate quality --losses` measured: for readers with max_loss")
+    ] = None
+    uncalibrated: Annotated[
+        Uncalibrated,
+        shown("exact", 'what such readers get of other models; or "worst": within the greatest loss of all models'),
+    ] = Uncalibrated.EXACT
     codecs: dict[str, CodecConfig] = Field(default_factory=dict)
     classes: Annotated[
         dict[ContentClass, dict[str, Quality]],
         shown({"code": {"kivi4-1": 0.93}}, "any number: qualities of codecs on content of a class"),
     ] = Field(default_factory=dict)
+    models: Annotated[
+        dict[str, ModelName],
+        shown({"kv-cache": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "of buckets whose chunks name no model"),
+    ] = Field(default_factory=dict)
+
+    def loss_table(self) -> LossTable:
+        """The losses that readers with `max_loss` go by. Raises ConfigError."""
+        measured = () if self.losses is None else read_losses(self.losses)
+        if self.uncalibrated is Uncalibrated.WORST and not measured:
+            raise ConfigError('[compression]: uncalibrated = "worst" needs losses of a model')
+        return LossTable(measured, self.models, self.uncalibrated)
 
     def settings(self) -> UtilitySettings | None:
         """The settings; None where nothing is kept encoded. Raises ConfigError."""
@@ -86,3 +108,14 @@ class CompressionConfig(Model):
             home_bytes_per_s=self.home_bytes_per_s,
             half_life_s=self.half_life_s,
         )
+
+
+def read_losses(path: Path) -> tuple[ModelLosses, ...]:
+    """The calibrations in a losses file. Raises ConfigError."""
+    try:
+        with path.open("rb") as opened:
+            return parse_losses(opened.read(LOSSES_BYTES_MAX + 1))
+    except OSError as error:
+        raise ConfigError(f"[compression]: losses: {path}: {error.strerror}") from None
+    except WrongLossesError as error:
+        raise ConfigError(f"[compression]: losses: {path}: {error}") from None

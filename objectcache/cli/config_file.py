@@ -23,7 +23,13 @@ def edit_file(path: Path, edit: Edit) -> None:
     afterwards; OSError.
     """
     place = path.resolve()  # a symbolic link stays; the file it points to is replaced
-    text = _edited(place, edit)
+    replace_text(place, _edited(place, edit), lambda made: load_config(made).scheduler_settings())
+
+
+def replace_text(place: Path, text: str, check: Callable[[Path], object] = Path.exists) -> None:
+    """Put a file with this text in the place of the one that is there, if any, after `check` has seen it. After any
+    failure the old or the new file is there. Raises OSError, and what `check` raises.
+    """
     fd, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         with os.fdopen(fd, "w", encoding="utf-8", newline="") as file:
@@ -35,7 +41,7 @@ def edit_file(path: Path, edit: Edit) -> None:
                     os.fchown(file.fileno(), old.st_uid, old.st_gid)
             file.flush()
             os.fsync(file.fileno())
-        load_config(Path(name)).scheduler_settings()
+        check(Path(name))
         Path(name).replace(place)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -38,6 +38,10 @@ def table_in(annotation: Any) -> type[BaseModel] | None:
 def _table(path: str, field: FieldInfo) -> Iterator[str]:
     """The lines of a table, and of those in it."""
     model = table_in(field.annotation)
+    if model is None and field.examples and not isinstance(next(iter(field.examples[0].values())), dict):
+        yield _with_comment(f"[{path}]", field.description)
+        yield from (f"{_name(key)} = {_literal(value)}" for key, value in field.examples[0].items())
+        return
     if model is None:  # a table whose names and keys a file chooses
         for name, values in field.examples[0].items() if field.examples else ():
             yield _with_comment(f"[{path}.{name}]", field.description)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ from objectcache.calibration.form_losses import FormLoss, TextSample
 from objectcache.cli.calibrate_quality import codecs_table
 from objectcache.cli.calibrate_theta import tiers_of
 from objectcache.cli.config import load_config
+from objectcache.cli.config_compression import CompressionConfig
+from objectcache.cli.config_values import ConfigError
 from objectcache.cli.main import run
+from objectcache.kv_codecs.chains import chain_name
 from objectcache.kv_codecs.layer import Codec
+from storage_server.planning.forms import TIER_CODECS
+from storage_server.planning.losses import Uncalibrated
 from tests.support.tree import repository
 
-RATES = {"kivi8-1": 4e9, "k8v4-1": 3e9, "kivi4-1": 5e9, "kivi3-1": 1.5e9, "kivi2-1": 3e9}
+RATES = {codec.value: 1e9 for codec in TIER_CODECS} | {"k8v4-1": 3e9, "kivi4-1": 5e9}
 
 
 @pytest.mark.slow
@@ -31,10 +37,14 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     texts = repository() / "docs" / "guides" / "compression.md"
     asked = ["calibrate", "quality", str(tmp_path / "model"), str(texts), "--config", str(file)]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    files += ["--losses", str(tmp_path / "losses.json")]
     assert run([*asked, "--smoke", *files]) == 0
     told = json.loads((tmp_path / "out.json").read_text())
     assert {row["codec"] for row in told["codecs"]} >= {"exact", "k8v4-1", "fp8-1"}
     assert all(row["kl"]["low"] <= row["kl"]["mean"] <= row["kl"]["high"] for row in told["codecs"])
+    chains = [row["codec"] for row in told["chains"]]
+    assert chains == ["kivi8-1>k8v4-1", "kivi8-1>kivi4-1", "k8v4-1>kivi4-1"], "those of the default codecs"
+    assert not (tmp_path / "losses.json").exists(), "--smoke writes nothing"
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert "codecs" not in file.read_text(), "--smoke writes nothing"
     found = codecs_table(load_config(file), {"kivi4-1": 0.75}, RATES)
@@ -52,13 +62,78 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
         FormLoss("fp8-1", 0.5, 0.1, 0.1, 3 * (TextSample(0.2, 0.1, 0.5, -0.2, 1.0),)),
         FormLoss("kivi4-1", 0.3, 0.1, 0.1, 3 * (TextSample(0.1, 0.1, 0.53, -0.1, 1.0),)),
     ]
-    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "texts"))
+    monkeypatch.setattr(
+        "objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "texts", (4, 128))
+    )
     asked = ["calibrate", "quality", "x", __file__, "--class", "code", "--config", str(file)]
     assert run(asked) == 0
     settings = load_config(file).compression.settings()
     assert settings is not None
     assert settings.class_qualities == {"code": {Codec.KIVI4: 0.53}}, "a form off the curve is not offered"
     assert settings.codecs[Codec.KIVI4].quality == 0.9
+
+
+def measured_forms(kl: float) -> list[FormLoss]:
+    """Forms on three texts that lose alike, so that the upper end is the mean."""
+    chained = [("kivi4-1", kl), ("kivi8-1>kivi4-1", 2 * kl), ("keydiff50-1", 1.0)]
+    forms = [("exact", 0.0), *chained]
+    return [FormLoss(codec, 0.3, 0.1, 0.1, 3 * (TextSample(kl, 0.0, 1.0, -kl, 1.0),)) for codec, kl in forms]
+
+
+def test_losses_of_several_models_are_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is measured again replaces itself; a form that drops tokens has no loss that holds everywhere."""
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.decode_rates", lambda rounds: RATES)
+    file, config = tmp_path / "losses.json", tmp_path / "objectcache.toml"
+    for model, layers, kl in (("a/b", 4, 0.5), ("c", 8, 0.125), ("a/b", 4, 0.25), ("a/b", 6, 0.75)):
+        told = measured_forms(kl), "texts", (layers, 128)
+        monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named, told=told: told)
+        assert run(["calibrate", "quality", model, __file__, "--losses", str(file)]) == 0
+    config.write_text(f'[compression]\nlosses = "{file}"\nuncalibrated = "worst"\nmodels = {{ kv = "c" }}\n')
+    table = load_config(config).storage_settings(tmp_path).losses
+    assert [(each.model, each.num_layers, each.width) for each in table.models] == [
+        ("c", 8, 128), ("a/b", 4, 128), ("a/b", 6, 128),
+    ]  # fmt: skip
+    assert {chain_name(chain): loss.kl_high for chain, loss in table.models[1].forms.items()} == {
+        "kivi4-1": 0.25, "kivi8-1>kivi4-1": 0.5,
+    }  # fmt: skip
+    assert (table.models[1].text_count, table.models[1].forms[(Codec.KIVI4,)].recall_loss_high) == (3, 0.25)
+    assert table.bucket_models == {"kv": "c"}
+
+
+def test_one_text_writes_no_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text has no interval, so there is no upper end."""
+    losses = [replace(each, samples=each.samples[:1]) for each in measured_forms(0.5)]
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "one", (4, 128)))
+    assert run(["calibrate", "quality", "a", __file__, "--losses", str(tmp_path / "losses.json")]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut", "a field", "no file"])
+def test_a_damaged_losses_file_stops_the_start_and_the_calibration(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses that are told too low are worse than none; the calibration says so before the minutes of measuring."""
+    file, config = tmp_path / "losses.json", tmp_path / "objectcache.toml"
+    told = measured_forms(0.5), "texts", (4, 128)
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: told)
+    asked = ["calibrate", "quality", "a/b", __file__, "--losses", str(file)]
+    assert run(asked) == 0
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10] if damage == "cut" else whole.replace(b'"kl_high": 0.5', b'"kl_high": 0.05'))
+    config.write_text(f'[compression]\nlosses = "{file}"\n')
+    if damage == "no file":
+        file.unlink()
+    reason = {"cut": "is not JSON", "a field": r"models.0.forms.kivi4-1: kl is from 0 on", "no file": "No such file"}
+    with pytest.raises(ConfigError, match=reason[damage]):
+        load_config(config).storage_settings(tmp_path)
+    if damage != "no file":
+        monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", None)
+        assert run(asked) == 2
+
+
+def test_worst_needs_losses() -> None:
+    with pytest.raises(ConfigError, match="needs losses of a model"):
+        CompressionConfig(uncalibrated=Uncalibrated.WORST).loss_table()
 
 
 def test_without_a_measurement_the_qualities_of_before_stay() -> None:
@@ -83,6 +158,8 @@ def test_the_rates_of_tiers_are_those_of_the_fastest_transport() -> None:
     [
         ["x", "/not/there"],
         ["x", __file__, "--class", "No Class"],
+        ["x", __file__, "--class", "code", "--losses", "/not/there"],
+        ["no model", __file__, "--losses", "/not/there"],
     ],
 )
 def test_texts_that_cannot_be_are_refused(options: list[str]) -> None:

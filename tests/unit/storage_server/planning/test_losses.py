@@ -1,0 +1,175 @@
+"""The losses of chunks by the calibrations of models, and the file that has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.layer_forms import LossBasis
+from objectcache.kv_codecs.chains import Chain, parse_chain
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses, ToldLoss, Uncalibrated
+from storage_server.planning.losses_file import (
+    LOSSES_BYTES_MAX,
+    WrongLossesError,
+    losses_bytes,
+    parse_losses,
+    with_model,
+)
+
+KIVI4: Chain = (Codec.KIVI4,)
+FURTHER = parse_chain("kivi8-1>kivi4-1")
+SHAPE = LayerShape(16, 192, Element.BFLOAT16)
+
+
+def model(name: str, kl: float, layers: int = 30, **changes: Any) -> ModelLosses:
+    forms = {KIVI4: MeasuredLoss(kl / 2, kl, kl, 2 * kl), FURTHER: MeasuredLoss(kl, 2 * kl, kl, 2 * kl)}
+    values = {"forms": forms, "width": 192, "element": Element.BFLOAT16, "chunk_tokens": 64, **changes}
+    return ModelLosses(name, layers, texts="texts", text_count=16, release="1", **values)
+
+
+TABLE = LossTable((model("small", 0.5), model("large", 0.25, 32)), {"kv": "small"})
+WORST = LossTable(TABLE.models, {}, Uncalibrated.WORST)
+
+
+def test_a_loss_is_the_upper_end_for_the_model_and_the_chain() -> None:
+    assert TABLE.told("small", SHAPE, 30, KIVI4) == ToldLoss(0.5, LossBasis.CALIBRATED)
+    assert TABLE.told("small", SHAPE, 30, FURTHER) == ToldLoss(1.0, LossBasis.CALIBRATED)
+    whole = (Codec.KIVI8, Codec.K8V4, Codec.KIVI4)
+    assert TABLE.told("small", SHAPE, 30, whole) == ToldLoss(1.0, LossBasis.CALIBRATED), "it has the same bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers", "problem"),
+    [
+        ("", SHAPE, 30, "names no model"),
+        ("other", SHAPE, 30, "other is not among the 2 calibrated models"),
+        ("small", SHAPE, 32, r"measured on 30 layers x 192 bfloat16; the chunks have 32 layers x 192 bfloat16"),
+        ("small", LayerShape(16, 96, Element.BFLOAT16), 30, "30 layers x 96"),
+        ("small", LayerShape(16, 192, Element.FLOAT16), 30, "30 layers x 192 float16"),
+    ],
+)
+def test_other_models_and_layouts_are_not_calibrated(name: str, shape: LayerShape, layers: int, problem: str) -> None:
+    """A calibration of another layout under the same name is none: it is of another model."""
+    assert TABLE.told(name, shape, layers, KIVI4) == ToldLoss(math.inf, LossBasis.UNCALIBRATED)
+    assert WORST.told(name, shape, layers, KIVI4) == ToldLoss(0.5, LossBasis.WORST)
+    assert (TABLE.basis(name, shape, layers), WORST.basis(name, shape, layers)) == (
+        LossBasis.UNCALIBRATED, LossBasis.WORST,
+    )  # fmt: skip
+    told = TABLE.problem(name, shape, layers)
+    assert told is not None
+    assert re.search(problem, told)
+
+
+def test_a_form_that_was_not_measured_has_no_loss_whatever_other_models_have() -> None:
+    table = LossTable(
+        (model("a", 0.5, forms={KIVI4: MeasuredLoss(0, 0.5, 0, 0)}), model("b", 0.5)), {}, WORST.uncalibrated
+    )
+    assert table.told("a", SHAPE, 30, FURTHER).basis is LossBasis.UNCALIBRATED
+    assert table.told("a", SHAPE, 30, (Codec.KIVI2,)).kl == math.inf
+
+
+def test_chunks_with_more_tokens_count_where_groups_share_a_scale_and_not_where_the_chunk_does() -> None:
+    table = LossTable((model("a", 0.5, forms={form: MeasuredLoss(0, 0.5, 0, 0) for form in (KIVI4, (Codec.FP8,))}),))
+    long = LayerShape(128, 192, Element.BFLOAT16)
+    assert table.told("a", long, 30, KIVI4).basis is LossBasis.CALIBRATED
+    assert table.told("a", long, 30, (Codec.FP8,)).basis is LossBasis.UNCALIBRATED
+    assert table.told("a", SHAPE, 30, (Codec.FP8,)).basis is LossBasis.CALIBRATED
+
+
+def test_a_model_is_there_once_for_each_layout() -> None:
+    with pytest.raises(ValueError, match="a is there twice"):
+        LossTable((model("a", 0.5), model("a", 0.25)))
+    changed = with_model((model("a", 0.5), model("b", 0.5)), model("a", 0.25))
+    assert [(each.model, each.forms[KIVI4].kl_high) for each in changed] == [("b", 0.5), ("a", 0.25)]
+
+
+finite = st.floats(0, 1e300, allow_nan=False)
+
+
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=3))
+def test_a_file_is_read_back(figures: list[tuple[float, float]]) -> None:
+    models = [
+        model(f"m{at}", 1.0, forms={FURTHER: MeasuredLoss(min(each), max(each), -1.5, 2.5)})
+        for at, each in enumerate(figures)
+    ]
+    assert parse_losses(losses_bytes(models)) == tuple(models)
+
+
+WHOLE = json.loads(losses_bytes([model("a/b", 0.5)]))
+
+
+def changed(path: str, value: Any) -> bytes:
+    """The file with another value at this path; None takes the field away."""
+    found = json.loads(json.dumps(WHOLE))
+    *parts, last = path.split("/")
+    place = found
+    for part in parts:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(found).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("version", 2, "version"),
+        ("version", None, "version"),
+        ("more", 1, "more"),
+        ("models", {}, "models"),
+        ("models/0/model", "", "models.0.model"),
+        ("models/0/model", "a b", "models.0.model"),
+        ("models/0/layers", 0, "models.0.layers"),
+        ("models/0/layers", "30", "models.0.layers"),
+        ("models/0/width", 1 << 20, "models.0.width"),
+        ("models/0/element", "int8", "models.0.element"),
+        ("models/0/text_count", 1, "models.0.text_count"),
+        ("models/0/texts", "x" * 300, "models.0.texts"),
+        ("models/0/forms", {}, "models.0.forms"),
+        ("models/0/forms/kivi5-1", WHOLE["models"][0]["forms"]["kivi4-1"], "models.0.forms.kivi5-1"),
+        ("models/0/forms/keydiff50-1", WHOLE["models"][0]["forms"]["kivi4-1"], "models.0.forms.keydiff50-1"),
+        ("models/0/forms/exact", WHOLE["models"][0]["forms"]["kivi4-1"], "models.0.forms.exact"),
+        (
+            "models/0/forms/kivi8-1>k8v4-1>kivi4-1",
+            WHOLE["models"][0]["forms"]["kivi4-1"],
+            "kivi8-1>kivi4-1 has the same bytes",
+        ),
+        ("models/0/forms/kivi4-1/kl", None, "models.0.forms.kivi4-1.kl"),
+        ("models/0/forms/kivi4-1/kl_high", 0.1, "models.0.forms.kivi4-1: kl is from 0 on"),
+        ("models/0/forms/kivi4-1/kl", -0.1, "models.0.forms.kivi4-1: kl is from 0 on"),
+        ("models/0/forms/kivi4-1/kl_high", math.nan, "models.0.forms.kivi4-1"),
+        ("models/0/forms/kivi4-1/kl_high", math.inf, "models.0.forms.kivi4-1"),
+        ("models/0/forms/kivi4-1/kl_high", True, "models.0.forms.kivi4-1.kl_high"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_the_field(path: str, value: Any, field: str) -> None:
+    with pytest.raises(WrongLossesError) as refused:
+        parse_losses(changed(path, value))
+    assert field in str(refused.value)
+
+
+@given(st.binary(max_size=200) | st.sampled_from([b"[]", b"null", b'{"version": 1}', b"[" * 9000]))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(WrongLossesError):
+        parse_losses(data)
+
+
+def test_a_file_is_bounded_and_a_cut_one_is_refused() -> None:
+    whole = losses_bytes([model("a", 0.5)])
+    for end in range(0, len(whole) - 2, 7):
+        with pytest.raises(WrongLossesError):
+            parse_losses(whole[:end])
+    with pytest.raises(WrongLossesError, match="at most"):
+        parse_losses(whole + b" " * LOSSES_BYTES_MAX)
+    with pytest.raises(WrongLossesError, match="twice"):
+        parse_losses(json.dumps({"version": 1, "models": WHOLE["models"] * 2}).encode())
