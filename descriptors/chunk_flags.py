@@ -1,4 +1,4 @@
-"""Flags, the class, the model and the layout: headers of a PUT that say something of a chunk, and are kept with it."""
+"""Flags, the class and the layout: headers of a PUT that say something of a chunk, and are kept with it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ import re
 from collections.abc import Mapping
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.headers import CHUNK_HEADER, CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER, MODEL_HEADER, PREFIX_HEADER
+from descriptors.headers import CHUNK_HEADER, CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER, PREFIX_HEADER
 from descriptors.kv_forms import LAYOUT_RULE, KvLayout
 from descriptors.objects import Attributes
 
 FLAGS = (CHUNK_HEADER, PREFIX_HEADER)
 SET = "true"
-KEPT = (*FLAGS, CLASS_HEADER, LAYOUT_HEADER, MODEL_HEADER)
+KEPT = (*FLAGS, CLASS_HEADER, LAYOUT_HEADER)
 CONTENT_CLASS = re.compile("[a-z0-9][a-z0-9_-]{0,31}")
 CONTENT_CLASS_RULE = "1 to 32 of a-z 0-9 _ -, and begins with a letter or a digit"
-MODEL_NAME = re.compile("[A-Za-z0-9._/][A-Za-z0-9._/:@+-]{0,127}")
-MODEL_NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ / : @ + -, and begins with none of the last four"
-_PATTERNS = {CLASS_HEADER: CONTENT_CLASS, MODEL_HEADER: MODEL_NAME}
-_RULES = {
-    CLASS_HEADER: f"has {CONTENT_CLASS_RULE}", LAYOUT_HEADER: f"is {LAYOUT_RULE}",
-    MODEL_HEADER: f"has {MODEL_NAME_RULE}",
-}  # fmt: skip
 
 
 def flags(headers: Mapping[str, str]) -> dict[str, str]:
-    """The flags, the class, the model and the layout among a request's headers, which have lower-case names. Raises
+    """The flags, the class and the layout among a request's headers, which have lower-case names. Raises
     CallerError(InvalidArgument), also for a form, which only the server writes.
     """
     if CODEC_HEADER in headers:
@@ -33,7 +26,9 @@ def flags(headers: Mapping[str, str]) -> dict[str, str]:
     found = {name: headers[name] for name in KEPT if name in headers}
     for name, value in found.items():
         if not is_kept(name, value):
-            rule = _RULES.get(name, f"is {SET}")
+            rule = {CLASS_HEADER: f"has {CONTENT_CLASS_RULE}", LAYOUT_HEADER: f"is {LAYOUT_RULE}"}.get(
+                name, f"is {SET}"
+            )
             raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} {rule}", field=name)
     return found
 
@@ -46,8 +41,7 @@ def is_kept(name: str, value: str) -> bool:
         except ValueError:
             return False
         return True
-    pattern = _PATTERNS.get(name)
-    return value == SET if pattern is None else pattern.fullmatch(value) is not None
+    return CONTENT_CLASS.fullmatch(value) is not None if name == CLASS_HEADER else value == SET
 
 
 def is_flagged(attributes: Attributes, name: str) -> bool:

@@ -22,6 +22,8 @@ EXTENDED_VERSION = 2
 """The version of descriptors that accept encoded layers, or that give places, and of those for one portion of a
 delivery, which a gateway of a cluster sends to storage servers.
 """
+BOUNDED_VERSION = 3
+"""The version of descriptors with a bound of the loss."""
 PORTIONS_MAX = 1_024
 CHUNK_COUNT_MAX = 65_536
 NUM_LAYERS_MAX = 1_024
@@ -110,8 +112,9 @@ class Portion:
 @dataclass(frozen=True, slots=True)
 class Accept:
     """Encoded layers that the caller takes in place of exact ones: the names of their codecs, the type of the KV's
-    elements, and the most that the error of a chunk may be: the relative Frobenius norm of its worst layer, of keys or
-    values; None is no bound. A server does not use a codec that it does not know.
+    elements, the most that the error of a chunk may be: the relative Frobenius norm of its worst layer, of keys or
+    values; and the most that its loss may be: the KL a token in nats that its form was measured to cost its model. None
+    is no bound. A server does not use a codec that it does not know.
 
     Raises CallerError(InvalidDescriptor).
     """
@@ -119,6 +122,7 @@ class Accept:
     codecs: tuple[str, ...]
     element: str
     max_error: float | None = None
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.codecs) <= ACCEPTED_CODECS_MAX:
@@ -132,6 +136,13 @@ class Accept:
             raise invalid("element", f"must be one of {', '.join(ELEMENT_BYTES)}, not {self.element!r}")
         if self.max_error is not None and not 0 <= self.max_error < math.inf:
             raise invalid("max_error", f"must be a number from 0, not {self.max_error!r}")
+        if self.max_loss is not None and not 0 <= self.max_loss < math.inf:
+            raise invalid("max_loss", f"must be a number from 0, not {self.max_loss!r}")
+
+    @property
+    def version(self) -> int:
+        """The version of descriptors with this value."""
+        return EXTENDED_VERSION if self.max_loss is None else BOUNDED_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +168,7 @@ class Descriptor:
     places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        is_plain = self.portion is None and self.accept is None and not self.places
-        wanted = PROTOCOL_VERSION if is_plain else EXTENDED_VERSION
+        wanted = version_of(self.accept, is_plain=self.portion is None and not self.places)
         if self.version != wanted:
             raise invalid("version", f"must be {wanted}, not {self.version!r}")
         _require_keys(self.chunk_keys)
@@ -248,7 +258,12 @@ class Descriptor:
     @property
     def exact(self) -> Descriptor:
         """The same request, for exact bytes only."""
-        return self if self.accept is None else replace(self, accept=None, version=PROTOCOL_VERSION)
+        return self.accepting(None)
+
+    def accepting(self, accept: Accept | None) -> Descriptor:
+        """The same request, for what `accept` says."""
+        version = version_of(accept, is_plain=self.portion is None and not self.places)
+        return self if accept == self.accept else replace(self, accept=accept, version=version)
 
     def cut_to(self, chunk_count: int) -> Descriptor:
         """The request for the first `chunk_count` chunks, all of which must be there."""
@@ -258,7 +273,7 @@ class Descriptor:
     @property
     def unplaced(self) -> Descriptor:
         """The same request, without the memory that it is for."""
-        version = PROTOCOL_VERSION if self.portion is None and self.accept is None else EXTENDED_VERSION
+        version = version_of(self.accept, is_plain=self.portion is None)
         return replace(self, rdma_target=None, places=(), version=version)
 
     @property
@@ -270,6 +285,13 @@ class Descriptor:
     def delivery_bytes(self) -> int:
         """W = N*L*S, the bytes of the delivery if every chunk is served."""
         return self.chunk_count * self.num_layers * self.per_layer_chunk_bytes
+
+
+def version_of(accept: Accept | None, *, is_plain: bool) -> int:
+    """The version of a descriptor that accepts that, and that is otherwise plain, or not."""
+    if accept is not None:
+        return accept.version
+    return PROTOCOL_VERSION if is_plain else EXTENDED_VERSION
 
 
 def invalid(field: str, problem: str) -> CallerError:

@@ -7,6 +7,7 @@ Binary form (all integers little-endian), told from JSON by its magic:
     request_id | compute u32 each
     target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
     accept (flag 4, version 2): u8 count; for each codec u8 length, name; u8 element, f64 max_error (infinite: no bound)
+    bound of the loss (flag 64, version 3, with flag 4): f64 max_loss
     portion (version 2 without flags 4 and 32, or with flag 8; between servers): u16 index, u16 count, u32 chunk_count,
         u32 first_layer, u8 attempt, u32 position for each key
     places (flag 32, version 2): u64 for each key
@@ -31,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from descriptors.descriptor import (
     ACCEPTED_CODECS_MAX,
+    BOUNDED_VERSION,
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
     EXTENDED_VERSION,
@@ -61,9 +63,11 @@ _FLAG_PORTION = 8
 _FLAG_KEY_PREFIX = 16
 """With digest keys: all of them begin with the same text."""
 _FLAG_PLACES = 32
+_FLAG_MAX_LOSS = 64
 KEY_PREFIX_BYTES_MAX = 128
 """So the keys take no more memory than in JSON of DESCRIPTOR_BYTES_MAX."""
 _ACCEPT_TAIL = struct.Struct("<Bd")
+_MAX_LOSS = struct.Struct("<d")
 _ELEMENT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3}
 _DIGEST_BYTES = 32
 _HEX_KEYS = re.compile(r"(?:[0-9a-f]{64})+\Z")
@@ -93,6 +97,7 @@ class _DescriptorModel(BaseModel):
     accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
     element: str | None = None
     max_error: float | None = None
+    max_loss: float | None = None
     places: Annotated[list[int], Field(max_length=CHUNK_COUNT_MAX, fail_fast=True)] | None = None
     layer_compute_us: int | Annotated[list[int], Field(max_length=NUM_LAYERS_MAX, fail_fast=True)] | None = None
 
@@ -159,7 +164,7 @@ def _decode_json(data: bytes) -> Descriptor:
         else RdmaTarget(target.agent_id, target.region_id, target.offset, target.length),
         request_id=model.request_id,
         layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
-        accept=parse_accept(model.accept, model.element, model.max_error),
+        accept=parse_accept(model.accept, model.element, model.max_error, model.max_loss),
         places=tuple(model.places or ()),
     )
 
@@ -169,19 +174,23 @@ def accept_fields(accept: Accept) -> dict[str, object]:
     fields: dict[str, object] = {"accept": list(accept.codecs), "element": accept.element}
     if accept.max_error is not None:
         fields["max_error"] = accept.max_error
+    if accept.max_loss is not None:
+        fields["max_loss"] = accept.max_loss
     return fields
 
 
-def parse_accept(codecs: Sequence[str] | None, element: str | None, max_error: float | None) -> Accept | None:
+def parse_accept(
+    codecs: Sequence[str] | None, element: str | None, max_error: float | None, max_loss: float | None
+) -> Accept | None:
     """The value of these fields; None without codecs. Raises CallerError(InvalidDescriptor)."""
     if codecs is None:
-        for name, value in (("element", element), ("max_error", max_error)):
+        for name, value in (("element", element), ("max_error", max_error), ("max_loss", max_loss)):
             if value is not None:
                 raise invalid(name, "goes with accept")
         return None
     if element is None:
         raise invalid("element", "is required with accept")
-    return Accept(tuple(codecs), element, max_error)
+    return Accept(tuple(codecs), element, max_error, max_loss)
 
 
 def encode_binary(descriptor: Descriptor) -> bytes:
@@ -198,6 +207,7 @@ def encode_binary(descriptor: Descriptor) -> bytes:
         | (_FLAG_ACCEPT if accept is not None else 0)
         | (_FLAG_PORTION if is_extended and descriptor.portion is not None else 0)
         | (_FLAG_PLACES if descriptor.places else 0)
+        | (_FLAG_MAX_LOSS if accept is not None and accept.max_loss is not None else 0)
     )
     parts = [
         _HEAD.pack(
@@ -226,6 +236,8 @@ def encode_binary(descriptor: Descriptor) -> bytes:
             parts += [bytes([len(name)]), name.encode()]
         bound = math.inf if accept.max_error is None else accept.max_error
         parts.append(_ACCEPT_TAIL.pack(_ELEMENT_CODES[accept.element], bound))
+        if accept.max_loss is not None:
+            parts.append(_MAX_LOSS.pack(accept.max_loss))
     if (portion := descriptor.portion) is not None:
         parts.append(
             _PORTION.pack(portion.index, portion.count, portion.chunk_count, portion.first_layer, portion.attempt)
@@ -296,13 +308,16 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     _, version, delivery, on_missing, flags, id_bytes, chunks, layers, tokens, slice_size, computes = head
     has_more = bool(flags & (_FLAG_ACCEPT | _FLAG_PLACES))
     is_extended = takes_portions or has_more
-    if version not in ((PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)):
+    versions = (PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)
+    if version not in ((*versions, BOUNDED_VERSION) if flags & _FLAG_MAX_LOSS else versions):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
-    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | _FLAG_KEY_PREFIX | _FLAG_PLACES
+    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | _FLAG_KEY_PREFIX | _FLAG_PLACES | _FLAG_MAX_LOSS
     if flags & ~(known | (_FLAG_PORTION if takes_portions else 0)):
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
     if flags & _FLAG_KEY_PREFIX and not flags & _FLAG_HEX_KEYS:
         raise invalid("flags", f"{flags:#x} has a prefix for keys that are no digests")
+    if flags & _FLAG_MAX_LOSS and not flags & _FLAG_ACCEPT:
+        raise invalid("max_loss", "goes with accept")
     if not 1 <= chunks <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
     if computes > NUM_LAYERS_MAX:
@@ -310,8 +325,8 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     request_id = reader.text(id_bytes, "request_id") or None
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None
-    accept = _read_accept(reader) if flags & _FLAG_ACCEPT else None
-    has_portion = version == EXTENDED_VERSION and (not has_more or bool(flags & _FLAG_PORTION))
+    accept = _read_accept(reader, has_max_loss=bool(flags & _FLAG_MAX_LOSS)) if flags & _FLAG_ACCEPT else None
+    has_portion = version >= EXTENDED_VERSION and (not has_more or bool(flags & _FLAG_PORTION))
     portion = _read_portion(reader, chunks) if has_portion else None
     places = _read_places(reader, chunks) if flags & _FLAG_PLACES else ()
     prefix = _read_prefix(reader) if flags & _FLAG_KEY_PREFIX else ""
@@ -338,7 +353,7 @@ def _read_places(reader: _Reader, chunk_count: int) -> tuple[int, ...]:
     return tuple(np.frombuffer(reader.take(8 * chunk_count, "places"), dtype="<u8").tolist())
 
 
-def _read_accept(reader: _Reader) -> Accept:
+def _read_accept(reader: _Reader, *, has_max_loss: bool) -> Accept:
     names = []
     for index in range(reader.take(1, "accept")[0]):
         names.append(reader.text(reader.take(1, f"accept[{index}]")[0], f"accept[{index}]"))
@@ -346,7 +361,8 @@ def _read_accept(reader: _Reader) -> Accept:
     by_code = {code: name for name, code in _ELEMENT_CODES.items()}
     if element not in by_code:
         raise invalid("element", f"has unknown code {element}")
-    return Accept(tuple(names), by_code[element], None if bound == math.inf else bound)
+    max_loss = _MAX_LOSS.unpack(reader.take(_MAX_LOSS.size, "max_loss"))[0] if has_max_loss else None
+    return Accept(tuple(names), by_code[element], None if bound == math.inf else bound, max_loss)
 
 
 def _read_portion(reader: _Reader, chunk_count: int) -> Portion:

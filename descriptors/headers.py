@@ -25,8 +25,6 @@ PREFIX_HEADER = "x-amz-objectcache-prefix"
 """`true` with a PUT: the chunk is of a prefix that many prompts share, and leaves a bounded cache late."""
 CLASS_HEADER = "x-amz-objectcache-class"
 """The kind of content, with a PUT: `code`, `chat`. How much a codec costs in quality depends on it."""
-MODEL_HEADER = "x-amz-objectcache-model"
-"""The model that computed the KV in a chunk, with a PUT. The loss of an encoded chunk is told by its calibration."""
 LAYOUT_HEADER = "x-amz-objectcache-layout"
 """The layout of the KV in a chunk, with a PUT (`descriptors.kv_forms`). Only chunks that have one are ever replaced by
 encoded ones.

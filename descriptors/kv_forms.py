@@ -4,6 +4,8 @@ writes. Both are values of headers, kept with the object.
     x-amz-objectcache-layout: layers=32;tokens=16;width=1024;element=bfloat16
     x-amz-objectcache-codec:  kivi4-1;layers=32;tokens=16;width=1024;element=bfloat16;error=0.0861;mean_error=0.0712
 
+Where the chunk's model is calibrated, `;loss=0.0058` stands behind them (storage_server.planning.losses).
+
 `width` are the elements of one token's keys in a layer: KV heads times head dimension.
 """
 
@@ -21,7 +23,9 @@ WIDTH_MAX = 1 << 16
 _LAYOUT = re.compile(r"layers=([0-9]{1,6});tokens=([0-9]{1,9});width=([0-9]{1,6});element=([a-z0-9]{1,16})")
 _NUMBER = "([0-9.e+-]{1,24})"
 _SIX_DIGITS_UP = Context(prec=6, rounding=ROUND_CEILING)
-_FORM = re.compile(rf"([a-z0-9][a-z0-9._-]{{0,31}});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}")
+_FORM = re.compile(
+    rf"([a-z0-9][a-z0-9._-]{{0,31}});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}(?:;loss={_NUMBER})?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +66,25 @@ class KvLayout:
 @dataclass(frozen=True, slots=True)
 class EncodedForm:
     """An encoded chunk: its codec, the layout of the exact one, and the errors of its layers, of keys and of values:
-    the greatest, and the mean. Raises ValueError.
+    the greatest, and the mean. `loss` is the calibrated one when it was encoded, in nats a token; 0 where there was no
+    calibration. Raises ValueError.
     """
 
     codec: str
     layout: KvLayout
     worst_error: float
     mean_error: float
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mean_error < math.inf or not 0 <= self.worst_error < math.inf:
-            raise ValueError("an error is a number from 0")
+        if not all(0 <= each < math.inf for each in (self.mean_error, self.worst_error, self.loss)):
+            raise ValueError("an error or a loss is a number from 0")
 
     @property
     def text(self) -> str:
-        """The header's value. An error is told up to its sixth digit, rounded up."""
-        worst, mean = (f"{_rounded_up(error):.6g}" for error in (self.worst_error, self.mean_error))
-        return f"{self.codec};{self.layout.text};error={worst};mean_error={mean}"
+        """The header's value. An error, and a loss, is told up to its sixth digit, rounded up."""
+        worst, mean, loss = (f"{_rounded_up(each):.6g}" for each in (self.worst_error, self.mean_error, self.loss))
+        return f"{self.codec};{self.layout.text};error={worst};mean_error={mean}{f';loss={loss}' if self.loss else ''}"
 
     @classmethod
     def parse(cls, text: str) -> EncodedForm:
@@ -86,7 +92,7 @@ class EncodedForm:
         found = _FORM.fullmatch(text)
         if found is None:
             raise ValueError(f"no form: {text!r}")
-        return cls(found[1], KvLayout.parse(found[2]), float(found[7]), float(found[8]))
+        return cls(found[1], KvLayout.parse(found[2]), float(found[7]), float(found[8]), float(found[9] or 0))
 
 
 def _rounded_up(error: float) -> float:

@@ -172,6 +172,7 @@ class _LookupModel(_Model):
     accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
     element: str | None = None
     max_error: float | None = None
+    max_loss: float | None = None
     tiers: bool = False
     each: bool = False
 
@@ -224,7 +225,7 @@ def parse_lookup(body: bytes) -> LookupRequest:
             problem = f"makes N*L*S {delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}"
             raise _refuse("compute.per_layer_chunk_bytes", problem)
     try:
-        accept = parse_accept(model.accept, model.element, model.max_error)
+        accept = parse_accept(model.accept, model.element, model.max_error, model.max_loss)
     except CallerError as error:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, error.message, field=error.field) from None
     return LookupRequest(

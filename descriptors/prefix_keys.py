@@ -27,6 +27,7 @@ LABEL_CHARACTERS_MAX = 64
 METADATA_CHARACTERS_MAX = 256
 """Each value has no more characters: an S3 object may have 2 KiB of metadata."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+MODEL_LABEL = re.compile("[A-Za-z0-9._-]{1,64}")
 _PLAIN = "!#$&'()*+,/:;<=>?@[]^_`{|}~-."
 """The characters of metadata that need no percent sign."""
 
@@ -88,6 +89,15 @@ def model_of(key: str) -> str:
     root, _, rest = key.partition("/")
     name, slash, _ = rest.partition("/")
     return name[:LABEL_CHARACTERS_MAX] if slash and root in ROOTS else ""
+
+
+def model_of_all(keys: Sequence[str]) -> str | None:
+    """The label of the model of all these keys, empty where the first has none; None where others have another one."""
+    model = model_of(keys[0])
+    if not model:
+        return None if any(map(model_of, keys)) else ""
+    start = "/".join(keys[0].split("/", 2)[:2]) + "/"
+    return model if all(key.startswith(start) for key in keys) else None
 
 
 def metadata_of(texts: Mapping[str, str]) -> dict[str, str]:

@@ -21,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from descriptors.descriptor import (
-    EXTENDED_VERSION,
-    PROTOCOL_VERSION,
     Accept,
     Delivery,
     Descriptor,
     OnMissing,
     RdmaTarget,
+    version_of,
 )
 from descriptors.errors import CallerError, ObjectCacheError
 from descriptors.headers import CLASS_HEADER, LAYOUT_HEADER
@@ -300,7 +299,7 @@ class Client:
                 "POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s, bytes_max=bytes_max
             )
         except CallerError as error:
-            if request.accept is None or error.field != "accept":
+            if request.accept is None or error.field not in ("accept", "max_loss"):
                 raise
         return self._lookup(replace(request, accept=None), timeout_s)
 
@@ -371,7 +370,7 @@ class Client:
             request_id=uuid.uuid4().hex,
             layer_compute_us=tuple(layer_compute_us),
             accept=accept,
-            version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
+            version=version_of(accept, is_plain=True),
         )
         place = FetchPlace.of(descriptor, target, offset, places)
         if route.fetches is not None:
@@ -381,7 +380,7 @@ class Client:
                 descriptor,
                 rdma_target=RdmaTarget(agent_id, route.region_id, start, place.nbytes),
                 places=place.places,
-                version=EXTENDED_VERSION if places else descriptor.version,
+                version=version_of(accept, is_plain=not places),
             )
         fetches = route.fetches or self._http_fetches
         silence_s = timeout_s or self._fetch_timeout_s

@@ -24,9 +24,12 @@ class Lossy(Enum):
     ADAPTIVE = "adaptive"
 
 
-def accept_of(lossy: Lossy, dtype: object, max_error: float = MAX_ERROR) -> Accept | None:
+def accept_of(
+    lossy: Lossy, dtype: object, max_error: float = MAX_ERROR, max_loss: float | None = None
+) -> Accept | None:
     """The value for `accept` of a descriptor, for KV whose elements have this dtype of torch or numpy; None for exact
-    chunks only. `max_error` counts with BOUNDED. Raises ValueError for elements that no codec takes.
+    chunks only. `max_error` counts with BOUNDED, `max_loss` with both. Raises ValueError for elements that no codec
+    takes.
     """
     if lossy is Lossy.OFF:
         return None
@@ -34,5 +37,5 @@ def accept_of(lossy: Lossy, dtype: object, max_error: float = MAX_ERROR) -> Acce
     if element not in ELEMENT_BYTES:
         raise ValueError(f"lossy: {element} cannot be encoded: only {', '.join(ELEMENT_BYTES)}")
     if lossy is Lossy.BOUNDED:
-        return Accept(BOUNDED, element, max_error)
-    return Accept(ADAPTIVE, element)
+        return Accept(BOUNDED, element, max_error, max_loss)
+    return Accept(ADAPTIVE, element, max_loss=max_loss)

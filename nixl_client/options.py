@@ -13,6 +13,8 @@ from descriptors.units import parse_bytes
 
 BUCKET = "kv-cache"
 """The bucket of connectors that are told of none."""
+BOUNDS = {"max_error", "max_loss"}
+"""The bounds that `lossy` may have."""
 _log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
@@ -47,20 +49,28 @@ def connector_arguments(
 ) -> dict[str, Any]:
     """Arguments for `cls`, the options of a connector. All but the promised ones are in a table `internals`, for tests
     and benches; where they stand beside the others, as in former versions, they hold, and the log says where they
-    belong. `lossy` may be the error itself that is accepted. Raises ValueError.
+    belong. `lossy` may be the error itself that is accepted, or a table of the bounds `max_error` and `max_loss`.
+    Raises ValueError.
     """
     values = dict(given)
     internals = values.pop("internals", {})
     if not isinstance(internals, Mapping):
         raise ValueError(f"internals must be a table, not {internals!r}")
     bound = values.get("lossy")
-    if isinstance(bound, int | float) and not isinstance(bound, bool):
+    if "max_loss" in values:
+        raise ValueError(f'max_loss stands in lossy: {{"lossy": {{"max_loss": {values["max_loss"]!r}}}}}')
+    if isinstance(bound, Mapping):
+        if not bound or not set(bound) <= BOUNDS:
+            names = ", ".join(map(str, bound)) or "nothing"
+            raise ValueError(f"lossy is a table of {' and '.join(sorted(BOUNDS))}, not of {names}")
+        values |= {"lossy": "bounded" if "max_error" in bound else "adaptive", **bound}
+    elif isinstance(bound, int | float) and not isinstance(bound, bool):
         values |= {"lossy": "bounded", "max_error": bound}
     elif "max_error" in values:
         _log.warning("the option max_error is the value of lossy now: %r", values["max_error"])
     if misplaced := sorted(set(internals) & set(promised)):
         raise ValueError(f"internals: {', '.join(misplaced)} stands beside internals")
-    inner = {field.name for field in fields(cls)} - set(promised) - {"max_error"}
+    inner = {field.name for field in fields(cls)} - set(promised) - BOUNDS
     for name in sorted(set(values) & inner):
         _log.warning("the option %s is internals.%s now: no promise holds for it", name, name)
     return dataclass_arguments(cls, {**internals, **values}, enums)

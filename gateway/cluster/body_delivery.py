@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -165,11 +165,13 @@ class BodyDelivery:
         try:
             starts = [await portion.body.started() for portion in self._portions]
             positions = [portion.holding.positions for portion in self._portions]
-            forms = merged_forms(positions, [start.forms for start in starts], self._descriptor)
+            bounds_loss = self._accept is not None and self._accept.max_loss is not None
+            told = [start.forms for start in starts]
+            forms = merged_forms(positions, told, self._descriptor, bounds_loss=bounds_loss)
         except (StaleViewError, StorageUnreachableError, WrongFormsError) as error:
             raise NotEncodedError(str(error)) from error
         except CallerError as error:
-            if error.field in ("accept", "flags", "version"):  # a member of the release before
+            if error.field in ("accept", "flags", "max_loss", "version"):  # a member of the release before
                 raise NotEncodedError(str(error)) from error
             raise
         except ChunkUnavailable as error:
@@ -280,7 +282,7 @@ class BodyDelivery:
 
         def portion() -> Descriptor:
             wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
-            return replace(wanted, accept=self._accept)
+            return wanted.accepting(self._accept)
 
         wanted = await made_of(holding, portion)
         storage = await self._members.storage(holding.member)

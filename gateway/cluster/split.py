@@ -15,7 +15,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from descriptors.cluster import Member
-from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMissing, Portion
+from descriptors.descriptor import Delivery, Descriptor, OnMissing, Portion, version_of
 from descriptors.errors import CHUNK_CODES, ChunkUnavailable
 from descriptors.notices import Mode
 from descriptors.placement import Indices, Placement
@@ -107,7 +107,7 @@ def descriptor_of(
         places=tuple([places[position] for position in positions]) if places else (),
         on_missing=on_missing,
         delivery=whole.delivery if mode is None else Delivery(mode.value),
-        version=EXTENDED_VERSION,
+        version=version_of(whole.accept, is_plain=False),
         portion=Portion(
             index=index,
             count=count,

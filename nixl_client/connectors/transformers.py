@@ -83,16 +83,24 @@ class KvShape:
         element = str(self.dtype).removeprefix("torch.")
         return KvLayout(self.num_layers, self.chunk_tokens, self.kv_heads * self.head_dim, element)
 
-    def accept(self, lossy: Lossy, max_error: float = MAX_ERROR, *, dropping: Sequence[Codec] = ()) -> Accept | None:
+    def accept(
+        self,
+        lossy: Lossy,
+        max_error: float = MAX_ERROR,
+        *,
+        max_loss: float | None = None,
+        dropping: Sequence[Codec] = (),
+    ) -> Accept | None:
         """The value for `accept` of `fetch`, so that layers may come encoded. A `WaitingCache` attends to the tokens
         that are there, so it can also take codecs that drop some: `dropping`, of kv_codecs.layer.DROPPING. Their errors
-        are large, so no bound counts for them but that of the server. Raises ValueError.
+        are large and their losses not calibrated, so no bound counts for them but that of the server. Raises
+        ValueError.
         """
-        accept = accept_of(lossy, self.dtype, max_error)
+        accept = accept_of(lossy, self.dtype, max_error, max_loss)
         if not dropping:
             return accept
-        if accept is not None and accept.max_error is not None:
-            raise ValueError("lossy: a bound of the error leaves no codec that drops tokens: take `adaptive`")
+        if max_loss is not None or (accept is not None and accept.max_error is not None):
+            raise ValueError("lossy: a bound leaves no codec that drops tokens: take `adaptive`, and no `max_loss`")
         if not all(codec.drops_tokens for codec in dropping):
             raise ValueError("dropping: not all of these codecs drop tokens")
         names = tuple(codec.value for codec in dropping)

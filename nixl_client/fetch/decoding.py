@@ -13,7 +13,7 @@ import numpy as np
 from descriptors.descriptor import ELEMENT_BYTES, Accept, Descriptor
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.headers import FORMS_HEADER
-from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, parse_forms
+from descriptors.layer_forms import EXACT, FormRun, LayerForms, LossBasis, WrongFormsError, parse_forms
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.fetch.delivery_state import ProtocolViolationError
@@ -50,6 +50,11 @@ def checked_forms(forms: LayerForms, chunk_count: int, *, descriptor: Descriptor
         raise ProtocolViolationError(f"forms of {forms.chunk_count} chunks, {chunk_count} come")
     if accept is not None and accept.max_error is not None and forms.worst_error > accept.max_error:
         raise ProtocolViolationError(f"an error of {forms.worst_error:g}, at most {accept.max_error:g} was asked for")
+    if accept is not None and accept.max_loss is not None and not forms.is_exact:
+        if forms.loss_basis in (None, LossBasis.UNCALIBRATED):
+            raise ProtocolViolationError(f"no loss was told, at most {accept.max_loss:g} was asked for")
+        if forms.worst_loss > accept.max_loss:
+            raise ProtocolViolationError(f"a loss of {forms.worst_loss:g}, at most {accept.max_loss:g} was asked for")
     return forms
 
 
@@ -63,8 +68,11 @@ def forms_in(headers: Mapping[str, str]) -> LayerForms | None:
 
 
 def is_too_new(descriptor: Descriptor, error: ObjectCacheError) -> bool:
-    """Whether the server knows no encoded layers: then the descriptor is sent again without them."""
-    return descriptor.accept is not None and error.code is ErrorCode.INVALID_DESCRIPTOR and error.field == "version"
+    """Whether the server knows no encoded layers, or no bound of the loss. The descriptor is then sent again without
+    them.
+    """
+    is_field_unknown = error.field in ("max_loss", "version")
+    return descriptor.accept is not None and error.code is ErrorCode.INVALID_DESCRIPTOR and is_field_unknown
 
 
 def kept_tokens(forms: LayerForms | None, chunk_count: int, chunk_tokens: int) -> int:

@@ -19,7 +19,7 @@ from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import REQUESTS_PATH
-from descriptors.layer_forms import LayerForms
+from descriptors.layer_forms import LayerForms, greatest_loss
 from descriptors.notices import Mode
 from descriptors.storage_api import Grant
 from nixl_client.fetch.decoding import Packed, checked_forms, forms_in, host_bytes, is_too_new, layer_shape
@@ -242,7 +242,8 @@ class _Reading:
         counts = [forms.chunk_count for forms in each]
         mean = sum(forms.mean_error * count for forms, count in zip(each, counts, strict=True)) / sum(counts)
         runs = tuple(run for forms in each for run in forms.runs)
-        return LayerForms(runs, max(forms.worst_error for forms in each), mean)
+        loss, basis = greatest_loss(each)
+        return LayerForms(runs, max(forms.worst_error for forms in each), mean, loss, basis)
 
     def _packed(self, subrequest: Subrequest, headers: Mapping[str, str], chunk_count: int) -> Packed | None:
         """How the body is encoded; None where all of it is exact."""

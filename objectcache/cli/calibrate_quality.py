@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE, MODEL_NAME, MODEL_NAME_RULE
+from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
+from descriptors.prefix_keys import label
 from descriptors.version import __version__
+from nixl_client.connectors.vllm.naming import short_name
 from objectcache.calibration.form_losses import FormLoss, cells, on_curve
 from objectcache.calibration.loss_chart import draw_losses
 from objectcache.calibration.measured_text import text_of
@@ -94,7 +96,7 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     if options.losses is not None and not options.smoke:
         if len(losses[0].samples) < 2:
             return failure(f"{options.quality}: one text has no interval, and nothing was written to {options.losses}")
-        model = model_losses(options.quality, kv_shape, every, of_texts)
+        model = model_losses(label(short_name(options.quality)), kv_shape, every, of_texts)
         replace_text(options.losses.resolve(), losses_bytes(with_model(known, model)).decode())
         print(f"\n{options.losses}: the losses of {model.model} are written: [compression] losses")
     if options.plot is not None:
@@ -158,7 +160,15 @@ def model_losses(model: str, kv_shape: tuple[int, int], losses: Sequence[FormLos
     text_count = len(losses[0].samples)
     layers, width = kv_shape
     return ModelLosses(
-        model, layers, width, Element.BFLOAT16, CHUNK_TOKENS, forms, of_texts[:TEXT_MAX], text_count, __version__
+        model=model,
+        num_layers=layers,
+        width=width,
+        element=Element.BFLOAT16,
+        chunk_tokens=CHUNK_TOKENS,
+        forms=forms,
+        texts=of_texts[:TEXT_MAX],
+        text_count=text_count,
+        release=__version__,
     )
 
 
@@ -195,8 +205,6 @@ def options_problem(options: argparse.Namespace) -> str | None:
     texts, content_class = options.texts, options.content_class
     if options.losses is not None and content_class is not None:
         return "--losses goes without --class: a bound of loss holds for every content"
-    if options.losses is not None and MODEL_NAME.fullmatch(options.quality) is None:
-        return f"--losses needs a model whose name has {MODEL_NAME_RULE}"
     if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
         return f"--class has {CONTENT_CLASS_RULE}"
     return None if texts is None or texts.is_file() else f"{texts}: no such file"

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from descriptors.chunk_flags import CONTENT_CLASS, MODEL_NAME
+from descriptors.chunk_flags import CONTENT_CLASS
+from descriptors.prefix_keys import MODEL_LABEL
 from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
@@ -44,7 +45,7 @@ class CodecConfig(Model):
 
 
 Quality = Annotated[float, Field(ge=0, le=1)]
-ModelName = Annotated[str, Field(pattern=f"^{MODEL_NAME.pattern}$")]
+ModelName = Annotated[str, Field(pattern=f"^{MODEL_LABEL.pattern}$")]
 ContentClass = Annotated[str, Field(pattern=f"^{CONTENT_CLASS.pattern}$")]
 
 
@@ -75,7 +76,7 @@ class CompressionConfig(Model):
     ] = Field(default_factory=dict)
     models: Annotated[
         dict[str, ModelName],
-        shown({"kv-cache": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "of buckets whose chunks name no model"),
+        shown({"kv-cache": "SmolLM2-135M-Instruct"}, "of buckets with keys that name no model"),
     ] = Field(default_factory=dict)
 
     def loss_table(self) -> LossTable:

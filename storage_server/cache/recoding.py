@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from objectcache.kv_codecs.chains import shortest
 from objectcache.kv_codecs.encoding import WrongLayerError, decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec
 from objectcache.kv_codecs.loss import Loss, loss
@@ -70,7 +71,8 @@ class Recoder:
             former.values + (1 + former.values) * mine.values,
         )
         mean_error = encoded.mean_error + (1 + former.worst) * ours.mean_error
-        return replace(ours, worst_error=greatest.worst, mean_error=mean_error, greatest=greatest), data
+        told = replace(ours, worst_error=greatest.worst, mean_error=mean_error, greatest=greatest)
+        return replace(told, before=shortest((*encoded.chain, codec))[:-1]), data
 
     def _measured(
         self, parts: Sequence[bytes], layers: npt.NDArray[np.uint8], reading: Reading, codec: Codec, began_s: float

@@ -21,6 +21,7 @@ from functools import partial
 from descriptors.errors import ObjectCacheError
 from descriptors.headers import CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import KvLayout
+from descriptors.layer_forms import LossBasis
 from descriptors.objects import Attributes, BodyDigests, ObjectInfo
 from descriptors.storage_api import Piece
 from objectcache.adapters.threads import to_end
@@ -36,6 +37,7 @@ from storage_server.kernel.reads import Reads
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.planning.extent import CorruptExtentError, Extent, read_object
 from storage_server.planning.forms import Encoded, Reading, shape_of
+from storage_server.planning.losses import LossTable
 
 REPLACED_BYTES_MAX = 64 << 20
 """Larger chunks are evicted: encoding one must not keep others waiting for seconds."""
@@ -48,9 +50,16 @@ class Replacer:
     """Encodes chunks of one store."""
 
     def __init__(
-        self, settings: UtilitySettings, reads: Reads, files: ExtentFiles, writer: BodyWriter, committer: Committer
+        self,
+        settings: UtilitySettings,
+        losses: LossTable,
+        reads: Reads,
+        files: ExtentFiles,
+        writer: BodyWriter,
+        committer: Committer,
     ) -> None:
         self._settings = settings
+        self._losses = losses
         self._reads = reads
         self._files = files
         self._writer = writer
@@ -92,7 +101,11 @@ class Replacer:
             except (OSError, MemoryError) as error:
                 _log.warning("%s/%s was not encoded: %r", bucket, key, error)
                 return None
-        return None if made is None else Made(stored, *made)
+        if made is None:
+            return None
+        encoded, data = made
+        told = self._losses.told(self._losses.model_of(bucket, [key]), encoded.shape, encoded.num_layers, encoded.chain)
+        return Made(stored, replace(encoded, least_loss=told.kl if told.basis is LossBasis.CALIBRATED else 0.0), data)
 
     def _encode(
         self, layout: KvLayout, content_class: str, extents: list[Extent], max_error: float | None

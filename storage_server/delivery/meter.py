@@ -28,6 +28,7 @@ class DeliveryMeter:
     first_layer_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
     form_chunks: Tally = field(default_factory=Tally)
     worst_error: Distribution = field(default_factory=lambda: Distribution(metrics.ERRORS))
+    worst_loss: Distribution = field(default_factory=lambda: Distribution(metrics.LOSSES))
     lookup_count: int = 0
     asked_chunk_count: int = 0
     matched_chunk_count: int = 0
@@ -47,6 +48,8 @@ class DeliveryMeter:
         for run in forms.runs:
             self.form_chunks.add(run.chunk_count, run.codec)
         self.worst_error.observe(forms.worst_error)
+        if forms.loss_basis is not None:
+            self.worst_loss.observe(forms.worst_loss, forms.loss_basis.value)
 
     def first_layer(self, transport: str, phases: Phases) -> None:
         """Count the first layer of a layer-major delivery, which was handed over now."""
@@ -69,6 +72,7 @@ class DeliveryMeter:
         yield metrics.FIRST_LAYER_PHASE_SECONDS, self.first_layer_phase_seconds.samples
         yield metrics.DELIVERY_FORMS, self.form_chunks.samples
         yield metrics.DELIVERY_ERROR, self.worst_error
+        yield metrics.DELIVERY_LOSS, self.worst_loss
         yield metrics.LOOKUPS, _one(self.lookup_count)
         yield metrics.LOOKUP_ASKED, _one(self.asked_chunk_count)
         yield metrics.LOOKUP_MATCHED, _one(self.matched_chunk_count)

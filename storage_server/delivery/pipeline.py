@@ -15,7 +15,7 @@ import numpy as np
 
 from descriptors.descriptor import Descriptor, OnMissing, Portion
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
-from descriptors.layer_forms import LayerForms
+from descriptors.layer_forms import LayerForms, LossBasis
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tiers import Tier, TierRuns, runs_of
@@ -39,6 +39,7 @@ from storage_server.delivery.scheduler.admission import DeliveryAdmission
 from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
+from storage_server.delivery.uncalibrated import UncalibratedNotes
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.planning.block_checksums import checksum_bytes
@@ -91,6 +92,8 @@ class _Delivery:
     mode: Mode | None = None
     forms: LayerForms | None = None
     """The forms of the chunks, where the descriptor accepts encoded ones."""
+    tells_loss: bool = False
+    """Whether the client bounds the loss: others may know no forms that tell one."""
     order: Numbers | None = None
     """The descriptor's index of each chunk, where the chunks go by their places in the target."""
     is_resident: bool = False
@@ -117,10 +120,12 @@ def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
 
 
 def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> DeliveryStart:
-    request_id, portion = delivery.request_id, delivery.portion
+    request_id, portion, forms = delivery.request_id, delivery.portion, delivery.forms
+    if forms is not None and not delivery.tells_loss:
+        forms = forms.without_loss
     if portion is None:
         start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
-        return replace(start, forms=delivery.forms)
+        return replace(start, forms=forms)
     return DeliveryStart(
         request_id=request_id,
         mode=plan.mode,
@@ -129,7 +134,7 @@ def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> Delivery
         grant=grant,
         portion=portion.index,
         portions=portion.count,
-        forms=delivery.forms,
+        forms=forms,
     )
 
 
@@ -190,6 +195,7 @@ class Pipeline:
         self._passing_room = SharedRoom(DELIVERIES_MAX, DELIVERIES_MAX // 2, problem)
         self._turns = CallerTurns(1)
         self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
+        self._uncalibrated = UncalibratedNotes()
         self.meter = DeliveryMeter()
         self.deliveries = Deliveries()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
@@ -261,7 +267,7 @@ class Pipeline:
         self, delivery: _Delivery, access_key: str, bucket: str, descriptor: Descriptor
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
-        reading = self.limits.limited(access_key, reading_of(descriptor, bucket))
+        reading = self.limits.limited(access_key, reading_of(descriptor, bucket, self._settings.losses))
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
             self._opened(delivery, bucket, descriptor, reading) as chunks,
@@ -272,9 +278,12 @@ class Pipeline:
             delivered: Chunks = chunks
             if descriptor.accept is not None:
                 forms, delivered, lent = await computed(
-                    partial(with_forms, chunks, lent, layout), is_long=len(chunks) > HERE_ITEMS_MAX
+                    partial(with_forms, chunks, lent, layout, reading), is_long=len(chunks) > HERE_ITEMS_MAX
                 )
                 delivery.forms = forms
+                delivery.tells_loss = descriptor.accept.max_loss is not None
+                if delivery.tells_loss and reading is not None and forms.loss_basis is not LossBasis.CALIBRATED:
+                    self._uncalibrated.note(reading)
                 if portion is None:  # a portion's mode goes by the whole as if it were exact, so that all choose one
                     whole_bytes = layout.num_layers * int(forms.layer_bytes.sum())
                 self.limits.note(access_key, forms.chunk_count, forms.mean_error)

@@ -137,7 +137,14 @@ class EmbeddedStore:
         self.chunks = EmbeddedChunks(self.objects, self.files)
         self.replacer: Replacer | None = None
         if settings.compression is not None and any(cache.replaces for cache in settings.caches):
-            self.replacer = Replacer(settings.compression, self.objects, self.files, self.bodies, self.committer)
+            self.replacer = Replacer(
+                settings=settings.compression,
+                losses=settings.losses,
+                reads=self.objects,
+                files=self.files,
+                writer=self.bodies,
+                committer=self.committer,
+            )
             self.evictor.replace_with(self.replacer, settings.caches)
         self.uploads = Uploads(
             reader=self.reader,

@@ -6,16 +6,19 @@ Therefore the lossless codec is not among the codecs of the tier: its sizes depe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from descriptors.descriptor import Accept, Descriptor
 from descriptors.kv_forms import EncodedForm, KvLayout
+from objectcache.kv_codecs.chains import Chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, takes
 from objectcache.kv_codecs.loss import Loss
+from storage_server.planning.losses import LossTable, ToldLoss
 
 TIER_CODECS = (*KIVI, Codec.FP8, *DROPPING)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}
@@ -28,6 +31,8 @@ KEPT_FORMS_MAX = 65_536
 class Encoded:
     """The form of an encoded chunk. The errors are those of its layers, of keys and of values, each against the exact
     one: the greatest, and the mean. `greatest` are the greatest of the keys and of the values, where they are known.
+    `before` are the codecs that it was encoded with earlier, and `least_loss` is the loss that a stored object's label
+    tells, in nats a token.
     """
 
     codec: Codec
@@ -36,6 +41,13 @@ class Encoded:
     worst_error: float
     mean_error: float
     greatest: Loss | None = None
+    before: Chain = ()
+    least_loss: float = 0.0
+
+    @property
+    def chain(self) -> Chain:
+        """The codecs that it has passed, the present one last."""
+        return (*self.before, self.codec)
 
     @property
     def greatest_errors(self) -> Loss:
@@ -57,7 +69,7 @@ class Encoded:
         """As it is kept with an object."""
         shape = self.shape
         layout = KvLayout(self.num_layers, shape.tokens, shape.width, _ELEMENT_NAMES[shape.element])
-        return EncodedForm(self.codec.value, layout, self.worst_error, self.mean_error)
+        return EncodedForm(self.codec.value, layout, self.worst_error, self.mean_error, self.least_loss)
 
 
 class Takes(Protocol):
@@ -67,18 +79,39 @@ class Takes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LossView:
+    """The losses of one reader's chunks, which are of `model`, and the most that it takes: None for any."""
+
+    table: LossTable
+    model: str
+    max_loss: float | None = None
+
+    def told(self, encoded: Encoded) -> ToldLoss:
+        """The loss of a chunk of this form. A label cannot make it less than the calibration says."""
+        told = self.table.told(self.model, encoded.shape, encoded.num_layers, encoded.chain)
+        return replace(told, kl=max(told.kl, encoded.least_loss))
+
+    def takes(self, encoded: Encoded) -> bool:
+        """Whether the loss of a chunk of this form is within the bound, and known where there is one."""
+        return self.max_loss is None or self.told(encoded).kl <= self.max_loss
+
+
+@dataclass(frozen=True, slots=True)
 class Taken:
-    """The forms that a lookup takes beside exact chunks: these codecs, of such elements, with at most `max_error`."""
+    """The forms that a lookup takes beside exact chunks: these codecs, of such elements, with at most `max_error`, and
+    with a loss within the bound.
+    """
 
     codecs: tuple[Codec, ...]
     element: Element
     max_error: float | None = None
+    losses: LossView | None = None
 
     def takes(self, encoded: Encoded) -> bool:
         """Whether a chunk of this form counts."""
         if encoded.codec not in self.codecs or encoded.shape.element is not self.element:
             return False
-        return self.max_error is None or encoded.worst_error <= self.max_error
+        return _is_within(encoded, self.max_error, self.losses)
 
     def bounded(self, max_error: float | None) -> Taken:
         """The same, with an error of at most that."""
@@ -88,7 +121,7 @@ class Taken:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One reader's chunks: their shape, and the encoded forms that it takes: none, or some of `codecs` with at most
-    `max_error`. Chunks of one bucket are expected to lose alike.
+    `max_error`, and with a loss within the bound. Chunks of one bucket are expected to lose alike.
     """
 
     shape: LayerShape
@@ -96,6 +129,7 @@ class Reading:
     codecs: tuple[Codec, ...]
     max_error: float | None = None
     bucket: str = ""
+    losses: LossView | None = None
 
     @property
     def exact_bytes(self) -> int:
@@ -110,7 +144,17 @@ class Reading:
         """Whether the reader takes a chunk of this form."""
         if encoded.codec not in self.codecs or not self.is_shape_of(encoded):
             return False
-        return self.max_error is None or encoded.worst_error <= self.max_error
+        return _is_within(encoded, self.max_error, self.losses)
+
+    def loss_of(self, chain: Chain) -> float:
+        """The loss of a chunk of this reader's that has passed these codecs; 0 for readers without a bound."""
+        if self.losses is None or self.losses.max_loss is None:
+            return 0.0
+        return self.losses.table.told(self.losses.model, self.shape, self.num_layers, chain).kl
+
+    def bears(self, loss: float) -> bool:
+        """Whether a chunk with this loss is within the bound."""
+        return self.losses is None or self.losses.max_loss is None or loss <= self.losses.max_loss
 
     def is_shape_of(self, other: Encoded | Reading) -> bool:
         """Whether the reader's chunks have the shape of this one, or of another reader's."""
@@ -124,7 +168,7 @@ class Reading:
 Bounded = TypeVar("Bounded", Reading, Taken)
 
 
-def reading_of(descriptor: Descriptor, bucket: str) -> Reading | None:
+def reading_of(descriptor: Descriptor, bucket: str, table: LossTable) -> Reading | None:
     """The reading of a descriptor of chunks in this bucket; None where it takes exact chunks only, or codecs that are
     all unknown here.
     """
@@ -137,12 +181,32 @@ def reading_of(descriptor: Descriptor, bucket: str) -> Reading | None:
     smaller = [
         codec for codec in codecs if takes(codec, shape.tokens) and encoded_bytes_max(codec, shape) < shape.nbytes
     ]
-    return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error, bucket) if smaller else None
+    if not smaller:
+        return None
+    losses = _losses(accept, bucket, descriptor.chunk_keys, table)
+    return Reading(
+        shape=shape,
+        num_layers=descriptor.num_layers,
+        codecs=tuple(smaller),
+        max_error=accept.max_error,
+        bucket=bucket,
+        losses=losses,
+    )
 
 
-def taken_of(accept: Accept | None) -> Taken | None:
-    """The encoded chunks that a lookup with this `accept` takes; None for exact chunks only."""
-    return None if accept is None else Taken(_known(accept), _ELEMENTS[accept.element], accept.max_error)
+def taken_of(accept: Accept | None, bucket: str, keys: Sequence[str], table: LossTable) -> Taken | None:
+    """The encoded chunks that a lookup of these keys with this `accept` takes; None for exact chunks only."""
+    if accept is None:
+        return None
+    losses = _losses(accept, bucket, keys, table)
+    return Taken(_known(accept), _ELEMENTS[accept.element], accept.max_error, losses)
+
+
+def _losses(accept: Accept, bucket: str, keys: Sequence[str], table: LossTable) -> LossView | None:
+    """None where nobody asks for losses, and none are known."""
+    if accept.max_loss is None and not table.models:
+        return None
+    return LossView(table, table.model_of(bucket, keys), accept.max_loss)
 
 
 @lru_cache(KEPT_FORMS_MAX)
@@ -151,7 +215,14 @@ def kept_form(text: str) -> Encoded | None:
     try:
         found = EncodedForm.parse(text)
         layout = found.layout
-        return Encoded(_BY_NAME[found.codec], shape_of(layout), layout.num_layers, found.worst_error, found.mean_error)
+        return Encoded(
+            codec=_BY_NAME[found.codec],
+            shape=shape_of(layout),
+            num_layers=layout.num_layers,
+            worst_error=found.worst_error,
+            mean_error=found.mean_error,
+            least_loss=found.loss,
+        )
     except (ValueError, KeyError):
         return None
 
@@ -163,6 +234,12 @@ def shape_of(layout: KvLayout) -> LayerShape:
 
 def _known(accept: Accept) -> tuple[Codec, ...]:
     return tuple(_BY_NAME[name] for name in accept.codecs if name in _BY_NAME)
+
+
+def _is_within(encoded: Encoded, max_error: float | None, losses: LossView | None) -> bool:
+    if max_error is not None and not encoded.worst_error <= max_error:
+        return False
+    return losses is None or losses.takes(encoded)
 
 
 def _least(*bounds: float | None) -> float | None:

@@ -14,11 +14,12 @@ chunks with more tokens than the measured ones are not calibrated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from descriptors.layer_forms import LossBasis
+from descriptors.prefix_keys import model_of_all
 from objectcache.kv_codecs.chains import Chain, shortest
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import KIVI, LayerShape
@@ -90,7 +91,7 @@ class ToldLoss:
 
 @dataclass(frozen=True, eq=False)
 class LossTable:
-    """All calibrations, and the models of buckets, for chunks whose PUT names none. Raises ValueError for two of one
+    """All calibrations, and the models of buckets, for chunks whose keys name none. Raises ValueError for two of one
     model and layout.
     """
 
@@ -117,6 +118,11 @@ class LossTable:
                 return ToldLoss(worst, LossBasis.WORST)
         return ToldLoss(math.inf, LossBasis.UNCALIBRATED)
 
+    def model_of(self, bucket: str, keys: Sequence[str]) -> str:
+        """The model of a bucket's chunks with these keys; empty where it is not known, or more than one."""
+        named = model_of_all(keys)
+        return "" if named is None else named or self.bucket_models.get(bucket, "")
+
     def basis(self, model: str, shape: LayerShape, num_layers: int) -> LossBasis:
         """The ground on which chunks of this model may come encoded, or have to come exactly."""
         if self._found(model, shape, num_layers) is not None:
@@ -129,7 +135,7 @@ class LossTable:
         if self._found(model, shape, num_layers) is not None:
             return None
         if not model:
-            return "their PUT names no model, nor does the bucket"
+            return "their keys name no model, or several, and so does no [compression.models] for the bucket"
         others = [each for each in self.models if each.model == model]
         if not others:
             return f"{model} is not among the {len(self.models)} calibrated models"

@@ -1,12 +1,13 @@
 """The losses file: what `objectcache calibrate quality --losses FILE` writes, and a server reads. Pure.
 
-    {"version": 1, "models": [{"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "layers": 30, "width": 192,
-      "element": "bfloat16", "chunk_tokens": 64, "texts": "Python 3.11 docs", "text_count": 16, "release": "0.9.0",
-      "forms": {"kivi4-1": {"kl": 0.0049, "kl_high": 0.0058, "recall_loss": 0.42, "recall_loss_high": 0.52},
-                "kivi8-1>kivi4-1": {...}}}]}
+    {"version": 1, "models": [{"model": "SmolLM2-135M-Instruct", "layers": 30, "width": 192, "element": "bfloat16",
+      "chunk_tokens": 64, "texts": "Python 3.11 docs", "text_count": 16, "release": "0.1.0", "forms": {
+        "kivi4-1": {"kl": 0.0049, "kl_high": 0.0058, "recall_loss": 0.42, "recall_loss_high": 0.52},
+        "kivi8-1>kivi4-1": {...}}}]}
 
-`width` are the elements of one token's keys in a layer, `forms` codecs and chains of them. A file with anything that is
-unknown, missing or impossible is refused as a whole: a loss that is told too low is worse than none.
+`model` is the name as the keys of chunks have it, `width` are the elements of one token's keys in a layer, and `forms`
+are codecs and chains of them. A file with anything that is unknown, missing or impossible is refused as a whole: a loss
+that is told too low is worse than none.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from descriptors.chunk_flags import MODEL_NAME
 from descriptors.descriptor import CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, WIDTH_MAX
 from descriptors.json_body import parse_body
+from descriptors.prefix_keys import MODEL_LABEL
 from objectcache.kv_codecs.chains import Chain, chain_name, parse_chain, shortest
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import KIVI, Codec
@@ -49,7 +50,7 @@ class _FormModel(_StrictModel):
 
 
 class _ModelModel(_StrictModel):
-    model: Annotated[str, Field(pattern=f"^(?:{MODEL_NAME.pattern})$")]
+    model: Annotated[str, Field(pattern=f"^(?:{MODEL_LABEL.pattern})$")]
     layers: Annotated[int, Field(ge=1, le=NUM_LAYERS_MAX)]
     width: Annotated[int, Field(ge=1, le=WIDTH_MAX)]
     element: Literal["float16", "bfloat16", "float32"]

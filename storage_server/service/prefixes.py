@@ -59,7 +59,9 @@ class Prefixes:
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
         """How many chunks of the prefix are stored, and how many of them are worth loading; or which chunks are."""
         CALLER.set(access_key)
-        reader = self._pipeline.limits.limited(access_key, taken_of(request.accept))
+        reader = self._pipeline.limits.limited(
+            access_key, taken_of(request.accept, bucket, request.chunk_keys, self._settings.losses)
+        )
         if request.each:
             present, is_whole = await self._source.present(bucket, request.chunk_keys, request.lease_s, reader)
             self._pipeline.meter.looked_up(len(present), sum(present))
@@ -119,7 +121,7 @@ class Prefixes:
         """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
         CALLER.set(access_key)
         keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
-        reader = self._pipeline.limits.limited(access_key, reading_of(descriptor, bucket))
+        reader = self._pipeline.limits.limited(access_key, reading_of(descriptor, bucket, self._settings.losses))
         if target is not None:
             self._registrar.target(access_key, target)
         try:

@@ -14,7 +14,7 @@ _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
     "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "records", "stores", "files", "objects",
     "flows", "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens",
-    "blocks", "engines", "failovers", "mismatches", "gaps", "portions", "ratio",
+    "blocks", "engines", "failovers", "mismatches", "gaps", "portions", "ratio", "nats",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_no_label_holds_what_a_client_chooses() -> None:
     labels = {label for metric in EVERY for label in metric.labels}
     own = {"path", "reason", "source", "state", "engine"}  # an engine's name is an operator's choice
     own |= {"bucket"}  # of caches, of which a bounded number is told
-    assert labels == {"operation", "status", "code", "codec", "phase", "transport", "mode", "outcome", *own}
+    assert labels == {"operation", "status", "code", "codec", "phase", "transport", "mode", "outcome", "basis", *own}
 
 
 def test_no_metric_is_there_twice() -> None:

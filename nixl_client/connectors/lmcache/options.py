@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ class LMCacheOptions:
     """
     max_error: float = MAX_ERROR
     """The relative error of a chunk's keys or values, over all layers together, where `lossy` is bounded."""
+    max_loss: float = math.inf
+    """The most KL a token, in nats, that the form of a chunk was measured to cost this model: a bound in
+    `lossy`. Infinite for no bound. Where the server has no calibration of the model, chunks come exactly.
+    """
     content_class: str = ""
     """The kind of this engine's content, `code` or `chat` (docs/guides/compression.md). Empty for none."""
     lease_s: float = 60.0
@@ -93,6 +98,8 @@ class LMCacheOptions:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
         if not 0 <= self.max_error <= 10:
             raise ValueError("max_error must be from 0 to 10")
+        if not self.max_loss >= 0:
+            raise ValueError("max_loss must be a number from 0")
         if self.content_class and not CONTENT_CLASS.fullmatch(self.content_class):
             raise ValueError(f"content_class has {CONTENT_CLASS_RULE}")
         require_downlink(self.downlink_bytes_per_s)
@@ -104,6 +111,11 @@ class LMCacheOptions:
         """The cost of computing; None where the options do not give it."""
         costs = PrefillCosts(self.prefill_token_us, self.prefill_token_pair_us, self.prefill_request_us)
         return costs if costs != PrefillCosts(0.0) else None
+
+    @property
+    def loss_bound(self) -> float | None:
+        """The bound of the loss; None for none."""
+        return self.max_loss if math.isfinite(self.max_loss) else None
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> LMCacheOptions:

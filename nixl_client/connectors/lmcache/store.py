@@ -260,7 +260,7 @@ class ChunkStore:
         """How these chunks are declared, and what is accepted."""
         if kind is not None and kind.is_kv and kind.dtype in ELEMENT_BYTES:
             layout = row_layout(kind.shape, ELEMENT_BYTES[kind.dtype])
-            accept = accept_of(self._options.lossy, kind.dtype, self._options.max_error)
+            accept = accept_of(self._options.lossy, kind.dtype, self._options.max_error, self._options.loss_bound)
             if accept is not None and layout is not None and layout.chunk_bytes == chunk_bytes:
                 return layout, accept
         return opaque_layout(chunk_bytes), None

@@ -248,7 +248,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         steps_max = self._vllm_config.max_concurrent_batches
         accept = None
         if not engine.is_replicated(setup.spec):  # codecs are made for keys and values
-            accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
+            accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error, options.loss_bound)
         self._ledger = SchedulerLedger(
             deployment,
             setup.grid,

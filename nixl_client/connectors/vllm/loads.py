@@ -64,7 +64,7 @@ class Loads:
         self._dtype = dtype
         self._counters = counters
         self._options = options
-        self._accept = accept_of(options.lossy, dtype, options.max_error)
+        self._accept = accept_of(options.lossy, dtype, options.max_error, options.loss_bound)
         self.lossy_blocks = LossyBlocks(is_alone=is_alone, is_ahead=is_ahead)
         self._staging: Staging | None = None
         self._used = 0

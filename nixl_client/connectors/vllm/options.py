@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -80,6 +81,10 @@ class VllmOptions:
     """
     max_error: float = MAX_ERROR
     """The relative error of keys or values that a chunk's worst layer may have where `lossy` is bounded."""
+    max_loss: float = math.inf
+    """The most KL a token, in nats, that the form of a chunk was measured to cost this model: a bound in
+    `lossy`. Infinite for no bound. Where the server has no calibration of the model, chunks come exactly.
+    """
     content_class: str = ""
     """The kind of this engine's content, `code` or `chat`: what a codec costs in quality is told by class
     (docs/guides/compression.md). Empty for none.
@@ -113,6 +118,8 @@ class VllmOptions:
             raise ValueError(f"content_class has {CONTENT_CLASS_RULE}")
         if not 0 <= self.max_error <= 10:
             raise ValueError("max_error must be from 0 to 10")
+        if not self.max_loss >= 0:
+            raise ValueError("max_loss must be a number from 0")
         require_downlink(self.downlink_bytes_per_s)
         if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
             raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
@@ -120,6 +127,11 @@ class VllmOptions:
     def with_staging_for(self, prompt_bytes: int) -> VllmOptions:
         """These, with `staging_bytes` chosen where it was left open."""
         return self if self.staging_bytes else replace(self, staging_bytes=min(prompt_bytes, STAGING_BYTES_MAX))
+
+    @property
+    def loss_bound(self) -> float | None:
+        """The bound of the loss; None for none."""
+        return self.max_loss if math.isfinite(self.max_loss) else None
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> VllmOptions:

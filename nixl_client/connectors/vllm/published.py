@@ -18,7 +18,7 @@ PUBLISHED = "published"
 """The key beside the counters."""
 DEPLOYMENT_LABELS = (
     "deployment", "dtype", "block_tokens", "tp_size", "pp_size", "num_layers", "chunk_tokens", "layer_chunk_bytes",
-    "endpoint", "bucket", "accept", "element", "max_error", "name",
+    "endpoint", "bucket", "accept", "element", "max_error", "max_loss", "name",
 )  # fmt: skip
 COSTS = {
     "token_us": "Microseconds to compute a token",
@@ -64,6 +64,7 @@ def published(
         "accept": "" if accept is None else ",".join(accept.codecs),
         "element": "" if accept is None else accept.element,
         "max_error": "" if accept is None or accept.max_error is None else accept.max_error,
+        "max_loss": "" if accept is None or accept.max_loss is None else accept.max_loss,
         "name": deployment.name,
     }
     costs: dict[str, float] = {}

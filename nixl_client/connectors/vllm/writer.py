@@ -74,7 +74,7 @@ class Writer:
         self._kv_layout = None
         if element in ELEMENT_BYTES and may_be_encoded:
             self._kv_layout = KvLayout(layout.num_layers, layout.chunk_tokens, heads * head_dim, element)
-        self._accept = accept_of(options.lossy, states.dtype, options.max_error)
+        self._accept = accept_of(options.lossy, states.dtype, options.max_error, options.loss_bound)
         self._changed = threading.Condition()
         self._is_gathering = False
         self._is_closing = False

@@ -239,8 +239,8 @@ def _accepted(info: Mapping[str, str]) -> Accept | None:
     codecs = info.get("accept")
     if not codecs:
         return None
-    max_error = info.get("max_error")
-    return Accept(tuple(codecs.split(",")), info.get("element", ""), float(max_error) if max_error else None)
+    bounds = (float(bound) if (bound := info.get(name)) else None for name in ("max_error", "max_loss"))
+    return Accept(tuple(codecs.split(",")), info.get("element", ""), *bounds)
 
 
 def _whole(text: str | None) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+from objectcache.kv_codecs.chains import Chain
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies.optimizer import Move, Optimizer
 from storage_server.cache.policies.readers import ReaderKind, Uses, forms_of, reading_with, scaled, use_count, with_use
@@ -112,6 +113,17 @@ class _Held:
         return goes_on(Codec(other.form.codec), Codec(self.form.codec)) and self.form.nbytes <= other.form.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """The error of a chunk in a codec, and the codecs that it passed; none where it was not made yet."""
+
+    worst_error: float = 0.0
+    chain: Chain = ()
+
+
+_NO_COST = _Cost()
+
+
 class UtilityPolicy:
     """Decides for one memory of `capacity_bytes`, in which a chunk takes a multiple of `unit_bytes`. The same calls
     always get the same answers.
@@ -136,8 +148,8 @@ class UtilityPolicy:
         self._kinds: OrderedDict[Hashable, ReaderKind] = OrderedDict()
         self._known_forms: OrderedDict[Hashable, tuple[Form, ...]] = OrderedDict()
         self._errors: OrderedDict[tuple[str, LayerShape, Codec], float] = OrderedDict()
-        self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], float]] = OrderedDict()
-        """The errors of chunks that were greater than a reader takes."""
+        self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], _Cost]] = OrderedDict()
+        """The costs of chunks that were greater than a reader takes."""
 
     @property
     def used_bytes(self) -> int:
@@ -153,7 +165,7 @@ class UtilityPolicy:
             mine = reading if reading is not None and use.nbytes == reading.exact_bytes else None
             made = self._made.get(use.key)
             if mine is not None and made is not None and mine.is_shape_of(made) and _is_too_much(made, mine):
-                self._note_chunk_error(use.key, made.shape, made.codec, made.worst_error)
+                self._note_chunk_error(use.key, made.shape, made.codec, _Cost(made.worst_error, made.chain))
             errors = self._chunk_errors.get(use.key)
             name = (use.nbytes, use.content_class)
             kind = kinds.get(name) if errors is None else None
@@ -186,7 +198,7 @@ class UtilityPolicy:
     def note_unencodable(self, key: Key, shape: LayerShape) -> None:
         """Note that a chunk has no finite error in any codec: its elements are no numbers, or too large."""
         for codec in Codec:
-            self._note_chunk_error(key, shape, codec, math.inf)
+            self._note_chunk_error(key, shape, codec, _Cost(math.inf))
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Note that these chunks are not in memory, whatever was decided."""
@@ -194,8 +206,8 @@ class UtilityPolicy:
             self._optimizer.remove(key)
             self._leave(key)
 
-    def _note_chunk_error(self, key: Key, shape: LayerShape, codec: Codec, worst_error: float) -> None:
-        self._chunk_errors[key] = self._chunk_errors.get(key, {}) | {(shape, codec): worst_error}
+    def _note_chunk_error(self, key: Key, shape: LayerShape, codec: Codec, cost: _Cost) -> None:
+        self._chunk_errors[key] = self._chunk_errors.get(key, {}) | {(shape, codec): cost}
         self._chunk_errors.move_to_end(key)
         if len(self._chunk_errors) > GHOST_COUNT_MAX:
             self._chunk_errors.popitem(last=False)
@@ -275,7 +287,7 @@ class UtilityPolicy:
         codecs = tuple(
             codec
             for codec in reading.codecs
-            if self._is_offered(codec, reading, errors.get((reading.shape, codec), 0.0))
+            if self._is_offered(codec, reading, errors.get((reading.shape, codec), _NO_COST))
         )
         qualities = self._settings.class_qualities.get(use.content_class, {})
         name = (codecs, use.content_class if qualities else "")
@@ -296,10 +308,12 @@ class UtilityPolicy:
 
         return _remembered(self._kinds, (*name, reading), made)
 
-    def _is_offered(self, codec: Codec, reading: Reading, chunk_error: float) -> bool:
-        if codec not in self._settings.codecs or math.isinf(chunk_error):
+    def _is_offered(self, codec: Codec, reading: Reading, known: _Cost) -> bool:
+        if codec not in self._settings.codecs or math.isinf(known.worst_error):
             return False
-        error = max(chunk_error, self._errors.get((reading.bucket, reading.shape, codec), 0.0))
+        if not reading.bears(reading.loss_of(known.chain or (codec,))):
+            return False
+        error = max(known.worst_error, self._errors.get((reading.bucket, reading.shape, codec), 0.0))
         return reading.max_error is None or error <= reading.max_error
 
     def _exact(self, nbytes: int) -> Form:
@@ -327,7 +341,9 @@ class UtilityPolicy:
 
 
 def _is_too_much(encoded: Encoded, reading: Reading) -> bool:
-    return reading.max_error is not None and encoded.worst_error > reading.max_error
+    if reading.max_error is not None and encoded.worst_error > reading.max_error:
+        return True
+    return reading.losses is not None and not reading.losses.takes(encoded)
 
 
 def _remembered(known: OrderedDict[Hashable, _T], name: Hashable, made: Callable[[], _T]) -> _T:

@@ -4,13 +4,15 @@ so many runs at most. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from descriptors.layer_forms import EXACT, RUNS_MAX, FormRun, LayerForms
+from descriptors.layer_forms import EXACT, RUNS_MAX, FormRun, LayerForms, weakest
 from descriptors.layout import ChunkLayout
+from objectcache.kv_codecs.chains import Chain
 from storage_server.planning.extent import Extent
-from storage_server.planning.forms import Encoded, kept_form
+from storage_server.planning.forms import Encoded, Reading, kept_form
 from storage_server.planning.rows import Rows
 
 Chunks = Sequence[Sequence[Extent]]
@@ -33,18 +35,21 @@ def exact_forms(layout: ChunkLayout, chunk_count: int) -> LayerForms:
     return LayerForms((FormRun(EXACT, chunk_count, layout.per_layer_chunk_bytes),))
 
 
-def with_forms(chunks: Chunks, lent: Lent, layout: ChunkLayout) -> tuple[LayerForms, Chunks, Lent]:
+def with_forms(
+    chunks: Chunks, lent: Lent, layout: ChunkLayout, reading: Reading | None = None
+) -> tuple[LayerForms, Chunks, Lent]:
     """The forms, and the extents and addresses as they are delivered: an encoded chunk has as many bytes as its form.
-    Chunks that memory has encoded are read from their home where their runs are more than can be told beside those of
-    chunks that their home has encoded.
+    Losses are told where they are known of the reader's chunks. Chunks that memory has encoded are read from their home
+    where their runs are more than can be told beside those of chunks that their home has encoded.
     """
     homes = [kept_form(chunk[0].form) if chunk[0].form else None for chunk in chunks]
     if lent.encoded is None and not any(homes):
-        return exact_forms(layout, len(chunks)), chunks, lent
+        return _with_loss(exact_forms(layout, len(chunks)), (), reading), chunks, lent
     runs_left = _runs_from(homes, layout)
     addresses, delivered = list(lent.addresses), list[Sequence[Extent]]()
     runs: list[tuple[str, int, int]] = []
     errors: list[tuple[float, float]] = []
+    encoded: dict[tuple[Chain, float], Encoded] = {}
     at = 0
     for index, chunk in enumerate(chunks):
         form: Encoded | None = None if lent.encoded is None else lent.encoded[at]
@@ -58,13 +63,31 @@ def with_forms(chunks: Chunks, lent: Lent, layout: ChunkLayout) -> tuple[LayerFo
             errors.append((0.0, 0.0))
         else:
             errors.append((form.worst_error, form.mean_error))
+            encoded[form.chain, form.least_loss] = form
         delivered.append(chunk if in_memory is None else [replace(chunk[0], nbytes=in_memory.nbytes)])
         if not runs or runs[-1][::2] != (codec, nbytes):
             runs.append((codec, 0, nbytes))
         runs[-1] = codec, runs[-1][1] + 1, nbytes
         at += len(chunk)
     worst, mean = max(each[0] for each in errors), sum(each[1] for each in errors) / len(errors)
-    return LayerForms(tuple(FormRun(*run) for run in runs), worst, mean), delivered, replace(lent, addresses=addresses)
+    forms = LayerForms(tuple(FormRun(*run) for run in runs), worst, mean)
+    return _with_loss(forms, encoded.values(), reading), delivered, replace(lent, addresses=addresses)
+
+
+def _with_loss(forms: LayerForms, encoded: Collection[Encoded], reading: Reading | None) -> LayerForms:
+    """The forms with the greatest loss of the encoded chunks; exact ones have none. A loss that is not known is not
+    told: the ground says so.
+    """
+    losses = None if reading is None else reading.losses
+    if reading is None or losses is None:
+        return forms
+    told = [losses.told(form) for form in encoded]
+    basis = losses.table.basis(losses.model, reading.shape, reading.num_layers)
+    if told:
+        basis = weakest(each.basis for each in told)
+    return replace(
+        forms, worst_loss=max((each.kl for each in told if math.isfinite(each.kl)), default=0.0), loss_basis=basis
+    )
 
 
 def _run_of(form: Encoded | None, layout: ChunkLayout) -> tuple[str, int]:

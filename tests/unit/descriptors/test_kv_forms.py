@@ -31,16 +31,25 @@ def test_a_layout_comes_back_from_its_text(layout: KvLayout) -> None:
     assert KvLayout.parse(layout.text) == layout
 
 
-@given(layouts, errors, errors)
-@example(LAYOUT, 6.5e-308, 1.337142928471398e-260)
-@example(LAYOUT, 0.0, 0.1)
-def test_a_form_comes_back_and_its_errors_are_never_told_too_small(layout: KvLayout, worst: float, mean: float) -> None:
-    form = EncodedForm("kivi4-1", layout, worst, mean)
+@given(layouts, errors, errors, errors)
+@example(LAYOUT, 6.5e-308, 1.337142928471398e-260, 2e-308)
+@example(LAYOUT, 0.0, 0.1, 0.0)
+def test_a_form_comes_back_and_its_errors_are_never_told_too_small(
+    layout: KvLayout, worst: float, mean: float, loss: float
+) -> None:
+    form = EncodedForm("kivi4-1", layout, worst, mean, loss)
     found = EncodedForm.parse(form.text)
     assert (found.codec, found.layout) == ("kivi4-1", layout)
     assert worst <= found.worst_error <= worst * 1.00002
     assert mean <= found.mean_error <= mean * 1.00002
+    assert loss <= found.loss <= loss * 1.00002
     assert EncodedForm.parse(found.text) == found
+
+
+def test_the_label_of_the_release_before_tells_no_loss() -> None:
+    found = EncodedForm.parse(f"kivi4-1;{LAYOUT.text};error=0.0861;mean_error=0.0712")
+    assert (found.worst_error, found.loss) == (0.0861, 0.0)
+    assert found.text == f"kivi4-1;{LAYOUT.text};error=0.0861;mean_error=0.0712"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,8 @@ def test_other_texts_are_no_layout(text: str) -> None:
         "kivi4-1", f"kivi4-1;{LAYOUT.text}", f"kivi4-1;{LAYOUT.text};error=nan;mean_error=0",
         f"kivi4-1;{LAYOUT.text};error=1;mean_error=inf", f"kivi4-1;{LAYOUT.text};error=-1;mean_error=0",
         f"KIVI;{LAYOUT.text};error=1;mean_error=0", f"kivi4-1;{LAYOUT.text};error=1e999;mean_error=0",
-        f"kivi4-1;{LAYOUT.text};error=1..2;mean_error=0",
+        f"kivi4-1;{LAYOUT.text};error=1..2;mean_error=0", f"kivi4-1;{LAYOUT.text};error=1;mean_error=0;loss=-1",
+        f"kivi4-1;{LAYOUT.text};error=1;mean_error=0;loss=1e999", f"kivi4-1;{LAYOUT.text};error=1;mean_error=0;loss=",
     ],
 )  # fmt: skip
 def test_other_texts_are_no_form(text: str) -> None:

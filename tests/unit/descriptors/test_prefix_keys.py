@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from descriptors.prefix_keys import Namespace, chunk_keys
+from descriptors.prefix_keys import Namespace, chunk_keys, model_of_all
 
 NAMESPACE = Namespace(model="llama-3.1-8b", dtype="bfloat16", block_tokens=16)
 
@@ -74,3 +74,18 @@ def test_namespaces_that_differ_share_no_text() -> None:
 def test_tokens_must_be_unsigned_32_bit(tokens: list[object]) -> None:
     with pytest.raises(ValueError, match="tokens"):
         chunk_keys("n", tokens, 1)  # type: ignore[arg-type]
+
+
+def test_the_model_of_keys_is_one_or_none() -> None:
+    """The loss of chunks is told by their model, so keys of two models have none."""
+    mine, other = f"kv/mine/x/{1:064x}", f"sglang/other/x/{1:064x}"
+    assert model_of_all([mine, f"kv/mine/y/{2:064x}"]) == "mine"
+    assert model_of_all(["a", f"{2:064x}", "runs/mine/x"]) == ""
+    for keys in (
+        [mine, other],
+        [mine, "a"],
+        ["a", mine],
+        [mine, f"vllm/mine/x/{1:064x}"],
+        [mine, f"kv/mine2/{2:064x}"],
+    ):
+        assert model_of_all(keys) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from descriptors.descriptor import EXTENDED_VERSION, Accept, Descriptor
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
-from descriptors.layer_forms import EXACT, FormRun, LayerForms
+from descriptors.layer_forms import EXACT, FormRun, LayerForms, LossBasis
 from descriptors.notices import Admitted, Done, Forms, LayerReady, Mode, Notice
 from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.fetch.decoding import PlacedLayers, checked_forms, is_too_new, layer_shape
@@ -97,6 +98,34 @@ def test_forms_that_were_not_asked_for_end_the_fetch(forms: LayerForms) -> None:
     ledger.apply(Admitted(ID, Mode.LAYER_MAJOR, K))
     with pytest.raises(ProtocolViolationError):
         ledger.apply(Forms(ID, forms))
+
+
+@pytest.mark.parametrize(
+    ("forms", "problem"),
+    [
+        (replace(FORMS, worst_loss=0.02, loss_basis=LossBasis.CALIBRATED), "a loss of 0.02, at most 0.01"),
+        (replace(FORMS, worst_loss=0.02, loss_basis=LossBasis.WORST), "a loss of 0.02, at most 0.01"),
+        (replace(FORMS, worst_loss=0.0, loss_basis=LossBasis.UNCALIBRATED), "no loss was told"),
+        (FORMS, "no loss was told"),
+    ],
+)
+def test_a_loss_above_the_bound_is_refused_and_so_is_one_that_is_not_told(forms: LayerForms, problem: str) -> None:
+    """Servers may be of any release, or lie: a client that set a bound uses nothing that is said to pass the bound."""
+    descriptor = DESCRIPTOR.accepting(Accept(("kivi4-1",), "bfloat16", max_loss=0.01))
+    with pytest.raises(ProtocolViolationError, match=problem):
+        checked_forms(forms, K, descriptor=descriptor)
+    fine = replace(forms, worst_loss=0.01, loss_basis=LossBasis.WORST)
+    assert checked_forms(fine, K, descriptor=descriptor) == fine
+    exact = LayerForms((FormRun(EXACT, K, S),))
+    assert checked_forms(exact, K, descriptor=descriptor) == exact, "exact chunks lose nothing, whoever says so"
+
+
+@pytest.mark.parametrize("field", ["version", "max_loss"])
+def test_a_server_of_the_release_before_is_asked_for_exact_chunks(field: str) -> None:
+    descriptor = DESCRIPTOR.accepting(Accept(("kivi4-1",), "bfloat16", max_loss=0.01))
+    error = CallerError(ErrorCode.INVALID_DESCRIPTOR, "", field=field)
+    assert is_too_new(descriptor, error)
+    assert not is_too_new(descriptor.exact, error)
 
 
 def test_forms_are_refused_where_exact_chunks_were_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from descriptors.cluster import Member, View
 from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMissing
-from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, WrongFormsError
+from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, LossBasis, WrongFormsError
 from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
@@ -217,6 +218,22 @@ def test_forms_of_the_members_are_put_together_in_the_order_of_the_chunks() -> N
     ]
     assert found.layer_bytes.tolist() == [1300, 4096, 1300, 1300, 1300, 4096]
     assert (found.worst_error, found.mean_error) == (0.1, pytest.approx(0.04))
+
+
+def test_the_loss_of_the_members_is_the_greatest_and_must_be_told() -> None:
+    """A member of the release before tells none of its encoded chunks: then everything comes exactly."""
+    exact, kivi = told(FormRun(EXACT, 2, 4096)), told(FormRun("kivi4-1", 4, 1300))
+    positions = [np.array([1, 5]), np.array([0, 2, 3, 4])]
+    sure = replace(kivi, worst_loss=0.5, loss_basis=LossBasis.CALIBRATED)
+    found = merged_forms(positions, [exact, sure], WHOLE, bounds_loss=True)
+    assert (found.worst_loss, found.loss_basis) == (0.5, LossBasis.CALIBRATED)
+    with pytest.raises(WrongFormsError, match="tells no loss"):
+        merged_forms(
+            positions, [replace(exact, worst_loss=0.0, loss_basis=LossBasis.WORST), kivi], WHOLE, bounds_loss=True
+        )
+    assert merged_forms(positions, [exact, sure], WHOLE).loss_basis is None
+    with pytest.raises(WrongFormsError, match="a member tells"):
+        merged_forms(positions, [exact, replace(sure, worst_loss=math.nan)], WHOLE, bounds_loss=True)
 
 
 def test_forms_that_no_header_takes_or_that_are_not_told_are_refused() -> None:

@@ -376,6 +376,9 @@ class TestDroppedTokens:
         assert shape.accept(Lossy.ADAPTIVE, dropping=[Codec.KEYDIFF50]).codecs[-2:] == ("k4v2-1", "keydiff50-1")
         with pytest.raises(ValueError, match="take `adaptive`"):
             shape.accept(Lossy.BOUNDED, dropping=[Codec.KEYDIFF50])
+        assert shape.accept(Lossy.ADAPTIVE, max_loss=0.01).max_loss == 0.01
+        with pytest.raises(ValueError, match="no `max_loss`"):
+            shape.accept(Lossy.ADAPTIVE, max_loss=0.01, dropping=[Codec.KEYDIFF50])
         with pytest.raises(ValueError, match="not all of these"):
             shape.accept(Lossy.OFF, dropping=[Codec.KIVI4])
 

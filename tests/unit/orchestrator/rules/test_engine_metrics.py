@@ -119,6 +119,8 @@ def test_what_the_connector_publishes_comes_back(accept: Accept | None) -> None:
         ("max_error", "much"),
         ("max_error", "nan"),
         ("max_error", "-1"),
+        ("max_loss", "nan"),
+        ("max_loss", "-1"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:

@@ -49,7 +49,7 @@ def test_a_loss_is_the_upper_end_for_the_model_and_the_chain() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "layers", "problem"),
     [
-        ("", SHAPE, 30, "names no model"),
+        ("", SHAPE, 30, "name no model"),
         ("other", SHAPE, 30, "other is not among the 2 calibrated models"),
         ("small", SHAPE, 32, r"measured on 30 layers x 192 bfloat16; the chunks have 32 layers x 192 bfloat16"),
         ("small", LayerShape(16, 96, Element.BFLOAT16), 30, "30 layers x 96"),
@@ -103,7 +103,7 @@ def test_a_file_is_read_back(figures: list[tuple[float, float]]) -> None:
     assert parse_losses(losses_bytes(models)) == tuple(models)
 
 
-WHOLE = json.loads(losses_bytes([model("a/b", 0.5)]))
+WHOLE = json.loads(losses_bytes([model("small", 0.5)]))
 
 
 def changed(path: str, value: Any) -> bytes:
@@ -128,7 +128,7 @@ def changed(path: str, value: Any) -> bytes:
         ("more", 1, "more"),
         ("models", {}, "models"),
         ("models/0/model", "", "models.0.model"),
-        ("models/0/model", "a b", "models.0.model"),
+        ("models/0/model", "a/b", "models.0.model"),
         ("models/0/layers", 0, "models.0.layers"),
         ("models/0/layers", "30", "models.0.layers"),
         ("models/0/width", 1 << 20, "models.0.width"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint
-from nixl_client.lossy import Lossy
+from nixl_client.lossy import Lossy, accept_of
 from nixl_client.transports.transport import Transport
 from tests.support.vllm_played import ONE_RANK, OPTIONS, PlayedStore
 
@@ -55,6 +56,20 @@ class TestOptions:
         for wrong in (-0.1, 11, True):
             with pytest.raises(ValueError, match=r"max_error|lossy"):
                 VllmOptions.of({"endpoint": "e", "lossy": wrong})
+
+    def test_the_loss_is_bounded_with_or_without_the_error(self) -> None:
+        options = VllmOptions.of({"endpoint": "e", "lossy": {"max_loss": 0.006}})
+        accept = accept_of(options.lossy, "bfloat16", options.max_error, options.loss_bound)
+        assert accept is not None
+        assert (accept.max_error, accept.max_loss) == (None, 0.006)
+        both = VllmOptions.of({"endpoint": "e", "lossy": {"max_loss": 1, "max_error": 0.05}})
+        assert (both.lossy, both.loss_bound, both.max_error) == (Lossy.BOUNDED, 1, 0.05)
+        assert VllmOptions.of({"endpoint": "e", "lossy": "adaptive"}).loss_bound is None
+        for wrong in ({}, {"most": 1}, {"max_loss": -1}, {"max_loss": math.nan}, {"max_loss": "1"}):
+            with pytest.raises(ValueError, match=r"max_loss must|max_loss, not of"):
+                VllmOptions.of({"endpoint": "e", "lossy": wrong})
+        with pytest.raises(ValueError, match="max_loss stands in lossy"):
+            VllmOptions.of({"endpoint": "e", "lossy": 0.1, "max_loss": 0.006})
 
     def test_former_places_hold_and_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
         assert VllmOptions.of({"endpoint": "e", "lease_s": 5.0}).lease_s == 5.0
