@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 from descriptors.descriptor import Accept, Delivery
 from descriptors.errors import ObjectCacheError
-from descriptors.layer_forms import EXACT, LayerForms
+from descriptors.layer_forms import EXACT, LayerForms, LossBasis
 from nixl_client.client import Client
 from objectcache.kv_codecs.layer import Codec
-from tests.integration.test_compression import LAYERS, LAYOUT, decoded, kv_chunks
+from tests.integration.test_compression import LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.requests import s3_client
 from tests.support.servers import LocalStack
@@ -98,6 +99,30 @@ def test_what_members_have_encoded_comes_so_through_any_gateway(kv: Cluster, del
         found, forms = fetched(client, None, delivery)
         assert forms is None
         assert np.array_equal(found, CHUNKS)
+
+
+@pytest.mark.slow
+def test_a_bound_of_the_loss_goes_through_gateways_to_members(tmp_path: Path, home: LocalStack) -> None:
+    """Each member goes by its own table; the answer tells the greatest loss."""
+    shape = {"layers": LAYERS, "width": SHAPE.width, "element": "bfloat16", "chunk_tokens": 64}
+    forms = {"kivi4-1": {"kl": 0.125, "kl_high": 0.25, "recall_loss": 0.0, "recall_loss_high": 0.0}}
+    model = {"model": "m", "texts": "", "text_count": 2, "release": "1", "forms": forms, **shape}
+    file = tmp_path / "losses.json"
+    file.write_text(json.dumps({"version": 1, "models": [model]}))
+    losses = f'losses = "{file}"\nmodels = {{ {BUCKET} = "m" }}\n[compression.codecs.kivi4-1]'
+    config = COMPRESSION.replace("[compression.codecs.kivi4-1]", losses)
+    with cluster(tmp_path / "cluster", home.url, config=config) as running:
+        with running.client(BUCKET) as client:
+            client.put_chunks(KEYS, list(CHUNKS))
+        warm(running, COUNT // 2)
+        with running.client(BUCKET, 1) as client:
+            found, told = fetched(client, Accept(ACCEPT.codecs, "bfloat16", max_loss=0.25))
+            assert check(found, told) >= COUNT // 2
+            assert told is not None
+            assert (told.worst_loss, told.loss_basis) == (0.25, LossBasis.CALIBRATED)
+            found, told = fetched(client, Accept(ACCEPT.codecs, "bfloat16", max_loss=0.2))
+            assert np.array_equal(found, CHUNKS)
+            assert told is None or told.is_exact
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from descriptors.descriptor import Accept, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.headers import CODEC_HEADER, DECODE_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import EncodedForm, KvLayout
+from descriptors.layer_forms import LossBasis
 from descriptors.objects import ListRequest
 from nixl_client.client import Client
 from objectcache.kv_codecs.encoding import decode
@@ -29,6 +30,7 @@ from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.utility_policy import UtilitySettings
 from storage_server.cache.recoding import Recoder
 from storage_server.planning.extent import aligned
+from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
 from storage_server.settings import CacheSettings
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.requests import OTHER, OWNER, request, s3_client
@@ -239,6 +241,42 @@ def test_an_error_above_the_bucket_s_bound_is_not_kept(tmp_path: Path) -> None:
             client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
         assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 4)
         assert not forms_of(local, keys)
+
+
+def losses(kl: float) -> LossTable:
+    forms = {(Codec.KIVI4,): MeasuredLoss(0.0, kl, 0.0, 0.0)}
+    model = ModelLosses(
+        model="m", num_layers=LAYERS, width=SHAPE.width, element=SHAPE.element, chunk_tokens=64, forms=forms, texts="",
+        text_count=2, release="1",
+    )  # fmt: skip
+    return LossTable((model,), {"chunks": "m"})
+
+
+@pytest.mark.slow
+def test_a_label_never_makes_a_loss_less_than_the_calibration_says(tmp_path: Path) -> None:
+    """Chunks are encoded by the release before, which told no loss, then by this one, whose label has the loss of its
+    time. The calibration of now counts, or the label where it says more; and all of them stay readable.
+    """
+    seen = {}
+    for folder, table in (("before", LossTable()), ("now", losses(0.25))):
+        with serving(tmp_path / folder, losses=table) as local, local.client("chunks", "http") as client:
+            make_bucket(local)
+            keys, _ = fill(client, local)
+            seen[folder] = forms_of(local, keys)
+        assert {form.loss for form in seen[folder].values()} == {0.0 if folder == "before" else 0.25}
+        for kl in (0.125, 0.5):
+            told = max(kl, 0.25) if folder == "now" else kl
+            with serving(tmp_path / folder, losses=losses(kl)) as local, local.client("chunks", "http") as client:
+                first = next(index for index, key in enumerate(keys) if key in seen[folder])
+                within, above = (Accept(ACCEPT.codecs, "bfloat16", max_loss=told + more) for more in (0.0, -0.001))
+                assert client.lookup(keys, accept=above) == first
+                assert client.lookup(keys, accept=within) == COUNT
+                buffer = np.zeros(LAYOUT.delivery_bytes(COUNT), dtype=np.uint8)
+                forms = client.fetch(keys, LAYOUT, buffer, accept=within).wait(30).forms
+                assert forms is not None
+                assert (forms.worst_loss, forms.loss_basis) == (told, LossBasis.CALIBRATED)
+                with pytest.raises(ChunkUnavailable):
+                    client.fetch(keys, LAYOUT, buffer, accept=above).wait(30)
 
 
 @pytest.mark.slow

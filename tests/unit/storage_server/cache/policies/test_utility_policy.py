@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objectcache.kv_codecs.chains import parse_chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies import utility_policy as policy_module
 from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
-from storage_server.planning.forms import Encoded, Reading
+from storage_server.planning.forms import Encoded, LossView, Reading
+from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2))
@@ -238,6 +240,41 @@ def test_a_bound_that_a_chunk_breaks_counts_whoever_had_it_encoded() -> None:
         books.use(keys(*range(8)), strict)
     assert erring
     assert not any(books.held.get(key) for key in erring)
+
+
+def losing(max_loss: float, forms: dict[str, float]) -> Reading:
+    """A reader of 4 and 8 bits with a bound, whose model was measured to lose so much in these forms."""
+    measured = {parse_chain(name): MeasuredLoss(0.0, kl, 0.0, 0.0) for name, kl in forms.items()}
+    model = ModelLosses("m", 4, SHAPE.width, SHAPE.element, 64, measured, texts="", text_count=2, release="1")
+    return replace(READING, codecs=(Codec.KIVI8, Codec.KIVI4), losses=LossView(LossTable((model,)), "m", max_loss))
+
+
+def test_codecs_that_lose_more_than_a_reader_takes_are_not_made_for_it() -> None:
+    for max_loss, most in ((0.2, {None, Codec.KIVI8, Codec.KIVI4}), (0.1, {None, Codec.KIVI8}), (0.01, {None})):
+        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        reader = losing(max_loss, {"kivi8-1": 0.1, "kivi4-1": 0.2})
+        for _ in range(3):
+            books.use(keys(*range(12)), reader)
+        assert set(books.held.values()) <= most
+        assert max_loss < 0.1 or any(books.held.values())
+
+
+def test_a_chunk_that_was_encoded_further_is_not_counted_on_where_that_loses_too_much() -> None:
+    """4 bits are within the bound, and 4 bits out of 8 are not, or nobody has measured them."""
+    for further in ({"kivi8-1>kivi4-1": 0.4}, {}):
+        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        reader = losing(0.2, {"kivi8-1": 0.1, "kivi4-1": 0.2, **further})
+        for _ in range(3):
+            books.use(keys(*range(12)), reader)
+        chained = [key for key, codec in books.held.items() if codec is Codec.KIVI4]
+        for key in chained:
+            encoded = Encoded(Codec.KIVI4, SHAPE, 4, 0.1, 0.1, before=(Codec.KIVI8,))
+            assert not reader.takes(encoded)
+            books.policy.note_made(key, encoded)
+        for _ in range(3):
+            books.use(keys(*range(12)), reader)
+        assert chained
+        assert Codec.KIVI4 not in {books.held.get(key) for key in chained}
 
 
 def test_a_reader_that_names_a_wrong_shape_changes_nothing_for_many_others() -> None:
