@@ -63,11 +63,11 @@ class CompressionConfig(Model):
     home_bytes_per_s: Annotated[Rate, shown(1e9, gt=0)] = 1e9
     half_life_s: Annotated[float, shown(600.0, "a use counts half after this time", ge=1, le=1e6)] = 600.0
     losses: Annotated[
-        Path | None, shown("losses.json", "what `calibrate quality --losses` measured: for readers with max_loss")
+        Path | None, shown("losses.json", "`calibrate quality --losses` writes it, for readers with max_loss")
     ] = None
     uncalibrated: Annotated[
         Uncalibrated,
-        shown("exact", 'what such readers get of other models; or "worst": within the greatest loss of all models'),
+        shown("exact", 'of other models; or "worst": within the greatest loss of all of them'),
     ] = Uncalibrated.EXACT
     codecs: dict[str, CodecConfig] = Field(default_factory=dict)
     classes: Annotated[
