@@ -128,7 +128,8 @@ class CacheSettings:
     `capacity_bytes` (None: what the directory may take), and are deleted `ttl_s` after they were stored (None: never).
 
     Where the bucket `replaces`, chunks whose PUT declared their layout are encoded before they would leave, with an
-    error of at most `max_error` (None: any). The encoded chunk is an object in place of the exact one.
+    error of at most `max_error` and a loss of at most `max_loss` (None: any). The encoded chunk is an object in place
+    of the exact one.
     """
 
     bucket: str | None
@@ -137,10 +138,12 @@ class CacheSettings:
     ttl_s: float | None = None
     replaces: bool = False
     max_error: float | None = None
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_error is not None and not self.replaces:
-            raise ValueError(f"buckets: {self.bucket}: max_error goes with lossy")
+        for name in ("max_error", "max_loss"):
+            if getattr(self, name) is not None and not self.replaces:
+                raise ValueError(f"buckets: {self.bucket}: {name} goes with lossy")
         if self.capacity_bytes is not None and self.capacity_bytes < CACHE_BYTES_MIN:
             raise ValueError(f"buckets: {self.bucket}: capacity_bytes must be at least {CACHE_BYTES_MIN}")
         if self.ttl_s is not None and self.ttl_s <= 0:
@@ -172,8 +175,8 @@ class StorageSettings:
     nine tenths of what is free at the start. The buckets of `caches` are caches, too; other buckets are not evicted.
 
     With `compression` the DRAM tier goes by the utility of each chunk in place of `eviction`, and keeps some encoded
-    for readers that take them; `max_errors` bounds the error of each chunk that an access key gets, whatever it
-    accepts, and `error_budgets` the mean error of all its chunks. Readers with a bound of loss go by `losses`.
+    for readers that take them; `max_errors` and `max_losses` bound the error and the loss of each chunk that an access
+    key gets, whatever it accepts, and `error_budgets` the mean error of all its chunks. Losses are those of `losses`.
 
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
@@ -203,6 +206,7 @@ class StorageSettings:
     compression: UtilitySettings | None = None
     losses: LossTable = field(default_factory=LossTable)
     max_errors: Mapping[str, float] = field(default_factory=dict)
+    max_losses: Mapping[str, float] = field(default_factory=dict)
     error_budgets: Mapping[str, float] = field(default_factory=dict)
     cold_reads: ColdReads = ColdReads.CACHED
     deliveries_max: int = 512

@@ -76,7 +76,7 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
         help="measure what each codec changes in a model's answers",
         usage="%(prog)s MODEL [TEXTS] [options]",
         description="Measure what each codec changes in the answers of a model to texts of the kind that it is asked "
-        "about, and to facts in them: [compression.codecs]. It needs torch and transformers.",
+        "about, and to facts in them: [compression.codecs], and the losses file. It needs torch and transformers.",
     )
     quality.add_argument("quality", metavar="MODEL", help="a directory or a Hugging Face name")
     quality.add_argument(
@@ -87,12 +87,6 @@ def add_calibrate(commands: _Commands, parents: Sequence[argparse.ArgumentParser
         dest="content_class",
         metavar="NAME",
         help="the texts are of this class of content (x-amz-objectcache-class): [compression.classes]",
-    )
-    quality.add_argument(
-        "--losses",
-        type=Path,
-        metavar="FILE",
-        help="add the model's losses there, for readers with max_loss; those of other models stay",
     )
     _add_results(quality)
     _add_plot(quality)

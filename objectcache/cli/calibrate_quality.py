@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from objectcache.cli.calibrate_run import DONE, config_of, failure, print_unwrit
 from objectcache.cli.config import Config
 from objectcache.cli.config_compression import DEFAULT_CODECS, read_losses
 from objectcache.cli.config_file import check_edit, edit_file, replace_text
-from objectcache.cli.config_text import Table, table_lines, with_table
+from objectcache.cli.config_text import Table, table_lines, with_table, with_values
 from objectcache.kv_codecs.chains import chains_of, parse_chain
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
@@ -64,7 +65,8 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     path = CODECS if options.content_class is None else (*CLASSES, options.content_class)
     if target is not None:  # before the minutes of measuring
         check_edit(target, lambda text: with_table(text, path, {"kivi4-1": {"quality": 1.0}}))
-    known = () if options.losses is None or not options.losses.exists() else read_losses(options.losses)
+    losses_file = losses_file_of(options, config)
+    known = read_losses(losses_file) if losses_file is not None and losses_file.exists() else ()
     named = set(config.compression.codecs)
     try:
         every, of_texts, kv_shape = measured(options, sorted(named))
@@ -93,12 +95,6 @@ def calibrate_quality(options: argparse.Namespace) -> int:
             "codecs": rows, "chains": [each.row() for each in chains],
         },
     )  # fmt: skip
-    if options.losses is not None and not options.smoke:
-        if len(losses[0].samples) < 2:
-            return failure(f"{options.quality}: one text has no interval, and nothing was written to {options.losses}")
-        model = model_losses(label(short_name(options.quality)), kv_shape, every, of_texts)
-        replace_text(options.losses.resolve(), losses_bytes(with_model(known, model)).decode())
-        print(f"\n{options.losses}: the losses of {model.model} are written: [compression] losses")
     if options.plot is not None:
         draw_losses(losses, options.plot, f"{options.quality}: what the forms lose")
     qualities = {name: quality for name, quality in qualities.items() if name in curve | named}
@@ -106,6 +102,11 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     if options.content_class is None:
         written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
     if target is not None:
+        if losses_file is not None and len(losses[0].samples) > 1:  # one text has no interval
+            model = model_losses(label(short_name(options.quality)), kv_shape, every, of_texts)
+            replace_text(losses_file.resolve(), losses_bytes(with_model(known, model)).decode())
+            edit_file(target, lambda text: with_values(text, "compression", {"losses": str(losses_file)}))
+            print(f"\n{losses_file}: the losses of {model.model} are written")
         edit_file(target, lambda text: with_table(text, path, written))
         print(f"\n{target}: [{'.'.join(path)}] is written")
     else:
@@ -149,6 +150,16 @@ def decode_rates(rounds: int) -> dict[str, float]:
     return found
 
 
+def losses_file_of(options: argparse.Namespace, config: Config) -> Path | None:
+    """The losses file that the config file names, or one beside it. None where no file is to be written, and for texts
+    of a class: a bound of the loss holds for every content.
+    """
+    if options.config is None or options.content_class is not None:
+        return None
+    beside: Path = options.config.resolve().with_name("losses.json")
+    return config.compression.losses or beside
+
+
 def model_losses(model: str, kv_shape: tuple[int, int], losses: Sequence[FormLoss], of_texts: str) -> ModelLosses:
     """The model as a losses file has it: its forms whose loss holds for every context, of two texts or more."""
     forms = {}
@@ -173,8 +184,8 @@ def model_losses(model: str, kv_shape: tuple[int, int], losses: Sequence[FormLos
 
 
 def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str, tuple[int, int]]:
-    """The losses of exact KV, of each codec, and where they are to be written also of chains of the `named` codecs or
-    the default ones; the name of the texts; and the model's layers with their width. Codecs that drop tokens are
+    """The losses of exact KV, of each codec, and for a losses file of chains of the `named` codecs or the default ones;
+    the name of the texts; and the model's layers with their width. Codecs that drop tokens are
     measured where they are `named`. Raises OSError, ValueError, RuntimeError.
     """
     from objectcache.calibration.compute.layer import present_device
@@ -195,7 +206,7 @@ def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[Fo
     if real.has_windows:  # a layer of theirs tells by a token's place in the cache what it attends to
         codecs = [codec for codec in codecs if not codec.drops_tokens]
     kept = [codec for codec in codecs if codec.value in named] or DEFAULT_CODECS
-    chains = chains_of(kept) if options.losses is not None else ()
+    chains = chains_of(kept) if options.config is not None and options.content_class is None else ()
     with progress_bar(len(asked) * (len(codecs) + len(chains)), "quality") as advance:
         return form_losses(real, asked, codecs, advance, chains), of_texts, real.kv_shape
 
@@ -203,8 +214,6 @@ def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[Fo
 def options_problem(options: argparse.Namespace) -> str | None:
     """The problem of the options; None where there is none."""
     texts, content_class = options.texts, options.content_class
-    if options.losses is not None and content_class is not None:
-        return "--losses goes without --class: a bound of loss holds for every content"
     if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
         return f"--class has {CONTENT_CLASS_RULE}"
     return None if texts is None or texts.is_file() else f"{texts}: no such file"

@@ -106,6 +106,7 @@ class Config(Model):
                 data_dir=data_dir, scheduler=scheduler, upstream=upstream, caches=caches,
                 compression=self.compression.settings(), losses=self.compression.loss_table(),
                 max_errors={each.access_key: each.max_error for each in self.tenants if each.max_error is not None},
+                max_losses={each.access_key: each.max_loss for each in self.tenants if each.max_loss is not None},
                 error_budgets={
                     each.access_key: each.error_budget for each in self.tenants if each.error_budget is not None
                 },

@@ -14,7 +14,7 @@ from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
 from storage_server.planning.forms import TIER_CODECS
-from storage_server.planning.losses import LossTable, ModelLosses, Uncalibrated
+from storage_server.planning.losses import LossTable, ModelLosses
 from storage_server.planning.losses_file import LOSSES_BYTES_MAX, WrongLossesError, parse_losses
 
 DEFAULT_CODECS = {
@@ -62,13 +62,7 @@ class CompressionConfig(Model):
     memory_bytes_per_s: Annotated[Rate, shown(8e9, "`calibrate theta` measures these two", gt=0)] = 8e9
     home_bytes_per_s: Annotated[Rate, shown(1e9, gt=0)] = 1e9
     half_life_s: Annotated[float, shown(600.0, "a use counts half after this time", ge=1, le=1e6)] = 600.0
-    losses: Annotated[
-        Path | None, shown("losses.json", "`calibrate quality --losses` writes it, for readers with max_loss")
-    ] = None
-    uncalibrated: Annotated[
-        Uncalibrated,
-        shown("exact", 'of other models; or "worst": within the greatest loss of all of them'),
-    ] = Uncalibrated.EXACT
+    losses: Annotated[Path | None, shown("losses.json", "`calibrate quality` writes it")] = None
     codecs: dict[str, CodecConfig] = Field(default_factory=dict)
     classes: Annotated[
         dict[ContentClass, dict[str, Quality]],
@@ -76,15 +70,18 @@ class CompressionConfig(Model):
     ] = Field(default_factory=dict)
     models: Annotated[
         dict[str, ModelName],
-        shown({"kv-cache": "SmolLM2-135M-Instruct"}, "of buckets with keys that name no model"),
+        shown(
+            {"kv-cache": "SmolLM2-135M-Instruct"},
+            'of buckets whose keys name none; or "worst": the greatest loss of all',
+        ),
     ] = Field(default_factory=dict)
 
     def loss_table(self) -> LossTable:
         """The losses that readers with `max_loss` go by. Raises ConfigError."""
         measured = () if self.losses is None else read_losses(self.losses)
-        if self.uncalibrated is Uncalibrated.WORST and not measured:
-            raise ConfigError('[compression]: uncalibrated = "worst" needs losses of a model')
-        return LossTable(measured, self.models, self.uncalibrated)
+        if self.models and not measured:
+            raise ConfigError("[compression]: models: losses names no file that has one")
+        return LossTable(measured, self.models)
 
     def settings(self) -> UtilitySettings | None:
         """The settings; None where nothing is kept encoded. Raises ConfigError."""

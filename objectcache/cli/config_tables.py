@@ -155,6 +155,7 @@ class BucketConfig(Model):
         float | None,
         shown(0.12, 'with "replace": the greatest error of such a chunk; default: no bound', ge=0, allow_inf_nan=False),
     ] = None
+    max_loss: Annotated[float | None, shown(0.006, "and its greatest loss", ge=0, allow_inf_nan=False)] = None
 
     def cache(self) -> CacheSettings:
         """The settings. Raises ValueError."""
@@ -166,6 +167,7 @@ class BucketConfig(Model):
             ttl_s=self.ttl_s,
             replaces=replaces,
             max_error=self.max_error,
+            max_loss=self.max_loss,
         )
 
 
@@ -290,8 +292,9 @@ class TenantConfig(Model):
         float | None,
         shown(0.1, "of each chunk that comes encoded, whatever the client accepts (docs/guides/compression.md)", ge=0),
     ] = None
+    max_loss: Annotated[float | None, shown(0.006, "and its greatest loss", ge=0)] = None
     error_budget: Annotated[
-        float | None, shown(0.02, "the mean error of all chunks; default of both: no bound", ge=0)
+        float | None, shown(0.02, "the mean error of all chunks; default of all three: no bound", ge=0)
     ] = None
 
     def tenant(self) -> LinkTenant:

@@ -98,7 +98,7 @@ class Replacements:
 
     async def _replace(self, victim: Victim) -> None:
         bucket, name = victim.bucket, (victim.bucket, victim.key)
-        made = await self._replacer.encoded(bucket, victim.key, victim.entry.version, self._caches[bucket].max_error)
+        made = await self._replacer.encoded(bucket, victim.key, victim.entry.version, self._caches[bucket])
         if made is not None and await self._replacer.put(bucket, made, partial(self._taken, name, victim)):
             return
         async with self._taken(name, victim) as may_leave:

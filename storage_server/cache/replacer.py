@@ -36,8 +36,9 @@ from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.reads import Reads
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.planning.extent import CorruptExtentError, Extent, read_object
-from storage_server.planning.forms import Encoded, Reading, shape_of
+from storage_server.planning.forms import Encoded, LossView, Reading, shape_of
 from storage_server.planning.losses import LossTable
+from storage_server.settings import CacheSettings
 
 REPLACED_BYTES_MAX = 64 << 20
 """Larger chunks are evicted: encoding one must not keep others waiting for seconds."""
@@ -79,9 +80,9 @@ class Replacer:
         """Wait for the chunk that is being encoded."""
         self._recoder.close()
 
-    async def encoded(self, bucket: str, key: str, version: int, max_error: float | None) -> Made | None:
-        """The chunk encoded, with an error of at most that; None where the key shows another version, or what it shows
-        cannot be replaced.
+    async def encoded(self, bucket: str, key: str, version: int, cache: CacheSettings) -> Made | None:
+        """The chunk encoded, within the bounds of its bucket; None where the key shows another version, or what it
+        shows cannot be replaced.
         """
         async with self._reads.open_stored(bucket, key) as (stored, extents):
             if stored is None or stored.version != version:
@@ -91,7 +92,8 @@ class Replacer:
                 return None
             content_class = stored.info.attributes.headers.get(CLASS_HEADER, "")
             loop = asyncio.get_running_loop()
-            work = partial(self._encode, layout, content_class, list(extents), max_error)
+            view = LossView(self._losses, self._losses.model_of(bucket, [key]), cache.max_loss)
+            work = partial(self._encode, layout, content_class, list(extents), cache.max_error, view)
             try:
                 made = await to_end(loop.run_in_executor(self._recoder.threads, work))
             except CorruptExtentError as error:
@@ -104,16 +106,25 @@ class Replacer:
         if made is None:
             return None
         encoded, data = made
-        told = self._losses.told(self._losses.model_of(bucket, [key]), encoded.shape, encoded.num_layers, encoded.chain)
+        told = view.told(encoded)
         return Made(stored, replace(encoded, least_loss=told.kl if told.basis is LossBasis.CALIBRATED else 0.0), data)
 
     def _encode(
-        self, layout: KvLayout, content_class: str, extents: list[Extent], max_error: float | None
+        self,
+        layout: KvLayout,
+        content_class: str,
+        extents: list[Extent],
+        max_error: float | None,
+        losses: LossView,
     ) -> tuple[Encoded, bytes] | None:
         """Runs in the thread."""
         shape = shape_of(layout)
-        reading = Reading(shape, layout.num_layers, tuple(self._settings.codecs))
-        codecs = replacements(shape, layout.num_layers, content_class, self._settings)
+        reading = Reading(shape, layout.num_layers, tuple(self._settings.codecs), losses=losses)
+        codecs = [
+            codec
+            for codec in replacements(shape, layout.num_layers, content_class, self._settings)
+            if reading.bears(reading.loss_of((codec,)))
+        ]
         if not codecs:
             return None
         exact = memoryview(bytearray(layout.nbytes))

@@ -194,7 +194,7 @@ class Pipeline:
         problem = "too many deliveries of chunks that find no room in the cache are under way"
         self._passing_room = SharedRoom(DELIVERIES_MAX, DELIVERIES_MAX // 2, problem)
         self._turns = CallerTurns(1)
-        self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
+        self.limits = ErrorLimits(settings.max_errors, settings.error_budgets, settings.max_losses)
         self._uncalibrated = UncalibratedNotes()
         self.meter = DeliveryMeter()
         self.deliveries = Deliveries()
@@ -282,7 +282,7 @@ class Pipeline:
                 )
                 delivery.forms = forms
                 delivery.tells_loss = descriptor.accept.max_loss is not None
-                if delivery.tells_loss and reading is not None and forms.loss_basis is not LossBasis.CALIBRATED:
+                if reading is not None and forms.loss_basis is not LossBasis.CALIBRATED:
                     self._uncalibrated.note(reading)
                 if portion is None:  # a portion's mode goes by the whole as if it were exact, so that all choose one
                     whole_bytes = layout.num_layers * int(forms.layer_bytes.sum())

@@ -6,8 +6,8 @@ Therefore the lossless codec is not among the codecs of the tier: its sizes depe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, takes
 from objectcache.kv_codecs.loss import Loss
-from storage_server.planning.losses import LossTable, ToldLoss
+from storage_server.planning.losses import ChunksModel, LossTable, ToldLoss
 
 TIER_CODECS = (*KIVI, Codec.FP8, *DROPPING)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}
@@ -83,13 +83,19 @@ class LossView:
     """The losses of one reader's chunks, which are of `model`, and the most that it takes: None for any."""
 
     table: LossTable
-    model: str
+    model: ChunksModel
     max_loss: float | None = None
+    _known: dict[Hashable, ToldLoss] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """The losses of forms that were asked for: a delivery has many chunks, and few forms."""
 
     def told(self, encoded: Encoded) -> ToldLoss:
         """The loss of a chunk of this form. A label cannot make it less than the calibration says."""
-        told = self.table.told(self.model, encoded.shape, encoded.num_layers, encoded.chain)
-        return replace(told, kl=max(told.kl, encoded.least_loss))
+        name = encoded.before, encoded.codec, encoded.shape, encoded.num_layers, encoded.least_loss
+        known = self._known.get(name)
+        if known is None:
+            told = self.table.told(self.model, encoded.shape, encoded.num_layers, encoded.chain)
+            known = self._known[name] = replace(told, kl=max(told.kl, encoded.least_loss))
+        return known
 
     def takes(self, encoded: Encoded) -> bool:
         """Whether the loss of a chunk of this form is within the bound, and known where there is one."""
@@ -113,9 +119,9 @@ class Taken:
             return False
         return _is_within(encoded, self.max_error, self.losses)
 
-    def bounded(self, max_error: float | None) -> Taken:
-        """The same, with an error of at most that."""
-        return replace(self, max_error=_least(self.max_error, max_error))
+    def bounded(self, max_error: float | None, max_loss: float | None = None) -> Taken:
+        """The same, with an error and a loss of at most that."""
+        return replace(self, max_error=_least(self.max_error, max_error), losses=_bounded(self.losses, max_loss))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +166,9 @@ class Reading:
         """Whether the reader's chunks have the shape of this one, or of another reader's."""
         return other.shape == self.shape and other.num_layers == self.num_layers
 
-    def bounded(self, max_error: float | None) -> Reading:
-        """The same reading, with an error of at most that."""
-        return replace(self, max_error=_least(self.max_error, max_error))
+    def bounded(self, max_error: float | None, max_loss: float | None = None) -> Reading:
+        """The same reading, with an error and a loss of at most that."""
+        return replace(self, max_error=_least(self.max_error, max_error), losses=_bounded(self.losses, max_loss))
 
 
 Bounded = TypeVar("Bounded", Reading, Taken)
@@ -240,6 +246,15 @@ def _is_within(encoded: Encoded, max_error: float | None, losses: LossView | Non
     if max_error is not None and not encoded.worst_error <= max_error:
         return False
     return losses is None or losses.takes(encoded)
+
+
+def _bounded(losses: LossView | None, max_loss: float | None) -> LossView | None:
+    """Where no losses are known, a bound leaves exact chunks only."""
+    if max_loss is None:
+        return losses
+    if losses is None:
+        return LossView(LossTable(), ChunksModel(), max_loss)
+    return LossView(losses.table, losses.model, _least(losses.max_loss, max_loss))
 
 
 def _least(*bounds: float | None) -> float | None:

@@ -5,7 +5,7 @@ on KV that is all in this form. It holds for the model that was measured, with i
 
     kivi4-1 of SmolLM2 (30 layers x 192, bfloat16)    0.0058    calibrated
     the same name, 32 layers x 1,024                  none      the calibration is of another layout
-    a model that was not measured                     none, or with `uncalibrated = "worst"` the greatest of all models
+    a model that was not measured                     none, or in a bucket with "worst" the greatest of all models
 
 Chunks may have any number of tokens where groups of at most 32 share a scale (KIVI). FP8 has one scale for a chunk, so
 chunks with more tokens than the measured ones are not calibrated.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from descriptors.layer_forms import LossBasis
 from descriptors.prefix_keys import model_of_all
@@ -24,14 +23,8 @@ from objectcache.kv_codecs.chains import Chain, shortest
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import KIVI, LayerShape
 
-
-class Uncalibrated(Enum):
-    """The loss of chunks of a model that was not calibrated: none is known, so that readers with a bound get exact
-    bytes; or the greatest of all calibrated models.
-    """
-
-    EXACT = "exact"
-    WORST = "worst"
+WORST = "worst"
+"""In place of a bucket's model: chunks that are not calibrated have the greatest loss of all models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,64 +82,71 @@ class ToldLoss:
     basis: LossBasis
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class ChunksModel:
+    """The model of a reader's chunks, empty where it is not known; and whether the greatest loss of all models counts
+    where it is not calibrated.
+    """
+
+    name: str = ""
+    takes_worst: bool = False
+
+
+@dataclass(frozen=True)
 class LossTable:
-    """All calibrations, and the models of buckets, for chunks whose keys name none. Raises ValueError for two of one
-    model and layout.
+    """All calibrations, each of another model or layout, and the models of buckets, for chunks whose keys name none:
+    WORST has the greatest loss count for all chunks of the bucket that are not calibrated.
     """
 
     models: tuple[ModelLosses, ...] = ()
     bucket_models: Mapping[str, str] = field(default_factory=dict)
-    uncalibrated: Uncalibrated = Uncalibrated.EXACT
-    _by_layout: dict[tuple[str, int, int, Element], ModelLosses] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for each in self.models:
-            if each.layout in self._by_layout:
-                raise ValueError(f"{each.model} is there twice with the same layout")
-            self._by_layout[each.layout] = each
+    def __hash__(self) -> int:
+        return hash(len(self.models))
 
-    def told(self, model: str, shape: LayerShape, num_layers: int, chain: Chain) -> ToldLoss:
+    def model_of(self, bucket: str, keys: Sequence[str]) -> ChunksModel:
+        """The model of a bucket's chunks with these keys."""
+        named, of_bucket = model_of_all(keys), self.bucket_models.get(bucket, "")
+        if of_bucket == WORST:
+            return ChunksModel(named or "", takes_worst=True)
+        return ChunksModel("" if named is None else named or of_bucket)
+
+    def told(self, model: ChunksModel, shape: LayerShape, num_layers: int, chain: Chain) -> ToldLoss:
         """The loss of a chunk of this model whose present form came by `chain`."""
         form = shortest(chain)
         found = self._found(model, shape, num_layers)
         if found is not None and math.isfinite(kl := found.loss(shape, form)):
             return ToldLoss(kl, LossBasis.CALIBRATED)
-        if self.uncalibrated is Uncalibrated.WORST:
+        if model.takes_worst:
             worst = max((each.loss(shape, form) for each in self.models), default=math.inf)
             if math.isfinite(worst):
                 return ToldLoss(worst, LossBasis.WORST)
         return ToldLoss(math.inf, LossBasis.UNCALIBRATED)
 
-    def model_of(self, bucket: str, keys: Sequence[str]) -> str:
-        """The model of a bucket's chunks with these keys; empty where it is not known, or more than one."""
-        named = model_of_all(keys)
-        return "" if named is None else named or self.bucket_models.get(bucket, "")
-
-    def basis(self, model: str, shape: LayerShape, num_layers: int) -> LossBasis:
+    def basis(self, model: ChunksModel, shape: LayerShape, num_layers: int) -> LossBasis:
         """The ground on which chunks of this model may come encoded, or have to come exactly."""
         if self._found(model, shape, num_layers) is not None:
             return LossBasis.CALIBRATED
-        is_worst = self.uncalibrated is Uncalibrated.WORST and bool(self.models)
-        return LossBasis.WORST if is_worst else LossBasis.UNCALIBRATED
+        return LossBasis.WORST if model.takes_worst and self.models else LossBasis.UNCALIBRATED
 
-    def problem(self, model: str, shape: LayerShape, num_layers: int) -> str | None:
+    def problem(self, model: ChunksModel, shape: LayerShape, num_layers: int) -> str | None:
         """The reason why chunks of this model are not calibrated, for people; None where they are."""
         if self._found(model, shape, num_layers) is not None:
             return None
-        if not model:
-            return "their keys name no model, or several, and so does no [compression.models] for the bucket"
-        others = [each for each in self.models if each.model == model]
+        if not model.name:
+            return "their keys name no model, or several, and [compression.models] names none for the bucket"
+        others = [each for each in self.models if each.model == model.name]
         if not others:
-            return f"{model} is not among the {len(self.models)} calibrated models"
+            return f"{model.name} is not among the {len(self.models)} calibrated models"
         measured = ", ".join(f"{each.num_layers} layers x {each.width} {_name(each.element)}" for each in others)
         return (
-            f"{model} was measured on {measured}; the chunks have {num_layers} layers x {shape.width} "
+            f"{model.name} was measured on {measured}; the chunks have {num_layers} layers x {shape.width} "
             f"{_name(shape.element)}"
         )
 
-    def _found(self, model: str, shape: LayerShape, num_layers: int) -> ModelLosses | None:
-        return self._by_layout.get((model, num_layers, shape.width, shape.element)) if model else None
+    def _found(self, model: ChunksModel, shape: LayerShape, num_layers: int) -> ModelLosses | None:
+        wanted = (model.name, num_layers, shape.width, shape.element)
+        return next((each for each in self.models if each.layout == wanted), None)
 
 
 def _name(element: Element) -> str:

@@ -24,7 +24,7 @@ from descriptors.prefix_keys import MODEL_LABEL
 from objectcache.kv_codecs.chains import Chain, chain_name, parse_chain, shortest
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import KIVI, Codec
-from storage_server.planning.losses import MeasuredLoss, ModelLosses
+from storage_server.planning.losses import WORST, MeasuredLoss, ModelLosses
 
 LOSSES_BYTES_MAX = 1 << 20
 MODELS_MAX, FORMS_MAX, TEXT_MAX = 256, 64, 256
@@ -74,6 +74,8 @@ def parse_losses(data: bytes) -> tuple[ModelLosses, ...]:
     found: list[ModelLosses] = []
     for at, each in enumerate(parsed.models):
         found.append(_model_losses(each, f"models.{at}"))
+        if each.model == WORST:
+            raise _refuse(f"models.{at}.model", f"{WORST} is no model's name: it stands for all of them")
         if found[-1].layout in {other.layout for other in found[:-1]}:
             raise _refuse(f"models.{at}.model", f"{each.model} is there twice with the same layout")
     return tuple(found)

@@ -21,7 +21,6 @@ from objectcache.cli.main import run
 from objectcache.kv_codecs.chains import chain_name
 from objectcache.kv_codecs.layer import Codec
 from storage_server.planning.forms import TIER_CODECS
-from storage_server.planning.losses import Uncalibrated
 from tests.support.tree import repository
 
 RATES = {codec.value: 1e9 for codec in TIER_CODECS} | {"k8v4-1": 3e9, "kivi4-1": 5e9}
@@ -37,7 +36,6 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     texts = repository() / "docs" / "guides" / "compression.md"
     asked = ["calibrate", "quality", str(tmp_path / "model"), str(texts), "--config", str(file)]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    files += ["--losses", str(tmp_path / "losses.json")]
     assert run([*asked, "--smoke", *files]) == 0
     told = json.loads((tmp_path / "out.json").read_text())
     assert {row["codec"] for row in told["codecs"]} >= {"exact", "k8v4-1", "fp8-1"}
@@ -80,15 +78,24 @@ def measured_forms(kl: float) -> list[FormLoss]:
     return [FormLoss(codec, 0.3, 0.1, 0.1, 3 * (TextSample(kl, 0.0, 1.0, -kl, 1.0),)) for codec, kl in forms]
 
 
+def calibrated(monkeypatch: pytest.MonkeyPatch, config: Path, model: str, layers: int, kl: float) -> int:
+    """The exit status of a calibration that measured these figures."""
+    told = measured_forms(kl), "texts", (layers, 128)
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: told)
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.decode_rates", lambda rounds: RATES)
+    return run(["calibrate", "quality", model, __file__, "--config", str(config)])
+
+
 def test_losses_of_several_models_are_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is measured again replaces itself; a form that drops tokens has no loss that holds everywhere."""
-    monkeypatch.setattr("objectcache.cli.calibrate_quality.decode_rates", lambda rounds: RATES)
-    file, config = tmp_path / "losses.json", tmp_path / "objectcache.toml"
+    config = tmp_path / "objectcache.toml"
+    config.write_text("[compression]\nalpha_s = 2.5 # ours\n")
     for model, layers, kl in (("a/m", 4, 0.5), ("/x/c/", 8, 0.125), ("/x/m", 4, 0.25), ("m", 6, 0.75)):
-        told = measured_forms(kl), "texts", (layers, 128)
-        monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named, told=told: told)
-        assert run(["calibrate", "quality", model, __file__, "--losses", str(file)]) == 0
-    config.write_text(f'[compression]\nlosses = "{file}"\nuncalibrated = "worst"\nmodels = {{ kv = "c" }}\n')
+        assert calibrated(monkeypatch, config, model, layers, kl) == 0
+    assert "alpha_s = 2.5 # ours" in config.read_text()
+    with config.open("a") as more:
+        more.write('[compression.models]\nkv = "c"\n')
+    assert load_config(config).compression.losses == tmp_path / "losses.json"
     table = load_config(config).storage_settings(tmp_path).losses
     assert [(each.model, each.num_layers, each.width) for each in table.models] == [
         ("c", 8, 128), ("m", 4, 128), ("m", 6, 128),
@@ -102,10 +109,12 @@ def test_losses_of_several_models_are_in_one_file(tmp_path: Path, monkeypatch: p
 
 def test_one_text_writes_no_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One text has no interval, so there is no upper end."""
+    config = tmp_path / "objectcache.toml"
     losses = [replace(each, samples=each.samples[:1]) for each in measured_forms(0.5)]
     monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "one", (4, 128)))
-    assert run(["calibrate", "quality", "a", __file__, "--losses", str(tmp_path / "losses.json")]) == 1
-    assert not list(tmp_path.iterdir())
+    assert run(["calibrate", "quality", "a", __file__, "--config", str(config)]) == 0
+    assert list(tmp_path.iterdir()) == [config]
+    assert load_config(config).compression.losses is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "a field", "no file"])
@@ -113,14 +122,10 @@ def test_a_damaged_losses_file_stops_the_start_and_the_calibration(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses that are told too low are worse than none; the calibration says so before the minutes of measuring."""
-    file, config = tmp_path / "losses.json", tmp_path / "objectcache.toml"
-    told = measured_forms(0.5), "texts", (4, 128)
-    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: told)
-    asked = ["calibrate", "quality", "a/b", __file__, "--losses", str(file)]
-    assert run(asked) == 0
+    config, file = tmp_path / "objectcache.toml", tmp_path / "losses.json"
+    assert calibrated(monkeypatch, config, "a/b", 4, 0.5) == 0
     whole = file.read_bytes()
     file.write_bytes(whole[:-10] if damage == "cut" else whole.replace(b'"kl_high": 0.5', b'"kl_high": 0.05'))
-    config.write_text(f'[compression]\nlosses = "{file}"\n')
     if damage == "no file":
         file.unlink()
     reason = {"cut": "is not JSON", "a field": r"models.0.forms.kivi4-1: kl is from 0 on", "no file": "No such file"}
@@ -128,12 +133,12 @@ def test_a_damaged_losses_file_stops_the_start_and_the_calibration(
         load_config(config).storage_settings(tmp_path)
     if damage != "no file":
         monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", None)
-        assert run(asked) == 2
+        assert run(["calibrate", "quality", "a/b", __file__, "--config", str(config)]) == 2
 
 
-def test_worst_needs_losses() -> None:
-    with pytest.raises(ConfigError, match="needs losses of a model"):
-        CompressionConfig(uncalibrated=Uncalibrated.WORST).loss_table()
+def test_models_of_buckets_need_losses() -> None:
+    with pytest.raises(ConfigError, match="models: losses names no file"):
+        CompressionConfig(models={"kv": "worst"}).loss_table()
 
 
 def test_without_a_measurement_the_qualities_of_before_stay() -> None:
@@ -158,7 +163,6 @@ def test_the_rates_of_tiers_are_those_of_the_fastest_transport() -> None:
     [
         ["x", "/not/there"],
         ["x", __file__, "--class", "No Class"],
-        ["x", __file__, "--class", "code", "--losses", "/not/there"],
     ],
 )
 def test_texts_that_cannot_be_are_refused(options: list[str]) -> None:

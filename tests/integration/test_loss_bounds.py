@@ -19,7 +19,7 @@ from descriptors.layer_forms import EXACT, LossBasis, parse_forms
 from objectcache.kv_codecs.chains import Chain
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
-from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses, Uncalibrated
+from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
 from tests.integration.test_compression import (
     COUNT,
     ENCODED_BYTES,
@@ -34,7 +34,7 @@ from tests.integration.test_compression import (
     tier,
     warm,
 )
-from tests.support.requests import OWNER, request
+from tests.support.requests import OTHER, OWNER, request
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually
 
@@ -116,7 +116,7 @@ def test_a_model_that_is_not_calibrated_gets_exact_bytes(
 
 def test_or_it_gets_what_keeps_the_bound_on_the_worst_model(tmp_path: Path) -> None:
     worse = calibration({(Codec.KIVI4,): 2 * DIRECT}, model="worse", num_layers=2)
-    losses = replace(OTHER_MODEL, models=(OURS, worse), uncalibrated=Uncalibrated.WORST)
+    losses = LossTable((OURS, worse), {"chunks": "worst"})
     keys, chunks = kv_chunks(COUNT)
     with serving(tmp_path, losses) as local, local.client("chunks", "http") as client:
         client.put_chunks(keys, list(chunks))
@@ -141,6 +141,27 @@ def test_the_model_stands_in_the_keys_of_connectors(tmp_path: Path) -> None:
         assert forms is not None
         assert (forms.encoded_count, forms.loss_basis) == (COUNT, LossBasis.CALIBRATED)
         assert client.lookup(keys, accept=bounded(DIRECT)) == COUNT
+
+
+def test_the_bound_of_an_access_key_holds_whatever_it_accepts(tmp_path: Path) -> None:
+    """Also for a client that sets none, and so is told none; and for lookups of what is stored encoded."""
+    keys, chunks = kv_chunks(COUNT)
+    accept = Accept((Codec.KIVI4.value,), "bfloat16")
+    with (
+        serving(tmp_path, NAMED, max_losses={OTHER[0]: 0.99 * DIRECT, OWNER[0]: DIRECT}) as local,
+        local.client("chunks", "http") as client,
+        local.client("chunks", "http", OTHER) as other,
+    ):
+        client.put_chunks(keys, list(chunks))
+        warm(local, keys)
+        for bound in (accept, bounded(10.0)):
+            found, forms, _ = fetched(other, keys, bound)
+            assert np.array_equal(found, chunks)
+            assert forms is None or forms.is_exact
+        warm(local, keys)
+        _, forms, _ = fetched(client, keys, accept)
+        assert forms is not None
+        assert (forms.encoded_count, forms.loss_basis) == (COUNT, None)
 
 
 def test_any_http_client_is_told_the_loss(tmp_path: Path) -> None:

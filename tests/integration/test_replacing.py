@@ -252,6 +252,19 @@ def losses(kl: float) -> LossTable:
     return LossTable((model,), {"chunks": "m"})
 
 
+@pytest.mark.parametrize("table", [losses(0.25), LossTable()])
+def test_a_loss_above_the_bucket_s_bound_is_not_kept(tmp_path: Path, table: LossTable) -> None:
+    """Nor is one that nobody has measured: the exact bytes would be gone."""
+    cache = CacheSettings("chunks", CAPACITY_BYTES, Eviction.LRU, replaces=True, max_loss=0.2)
+    with serving(tmp_path, cache, losses=table) as local, local.client("chunks", "http") as client:
+        make_bucket(local)
+        keys, chunks = kv_chunks(COUNT)
+        for key, chunk in zip(keys, chunks, strict=True):
+            client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
+        assert eventually(lambda: local.storage.store.evictor.evictions.evicted_count >= 4)
+        assert not forms_of(local, keys)
+
+
 @pytest.mark.slow
 def test_a_label_never_makes_a_loss_less_than_the_calibration_says(tmp_path: Path) -> None:
     """Chunks are encoded by the release before, which told no loss, then by this one, whose label has the loss of its
@@ -352,6 +365,8 @@ def test_lossy_needs_codecs() -> None:
         pass
     with pytest.raises(ValueError, match="max_error goes with lossy"):
         CacheSettings("chunks", max_error=0.1)
+    with pytest.raises(ValueError, match="max_loss goes with lossy"):
+        CacheSettings("chunks", max_loss=0.1)
 
 
 def test_a_lookup_that_accepts_nonsense_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """How much loss an access key gets, whatever its readers accept: a bound for each chunk, and a quality budget for the
 mean. Pure.
 
-A bound on each chunk's error (`max_error`) says nothing of how many chunks are encoded. A budget does: while the mean
-of the key's last chunks, exact ones counted as 0, is above it, its readers get exact chunks only.
+A bound on each chunk's error or loss (`max_error`, `max_loss`) says nothing of how many chunks are encoded. A budget
+does: while the mean error of the key's last chunks, exact ones counted as 0, is above it, its readers get exact chunks
+only.
 
     error_budget 0.02;  a third of the chunks came at 4 bits, with an error of 0.07   ->  0.023: exact ones from here on
 """
@@ -45,10 +46,14 @@ class ErrorBudget:
 
 
 class ErrorLimits:
-    """The limits of all access keys that have some: the greatest error of a chunk, and the mean."""
+    """The limits of all access keys that have some: the greatest error and the greatest loss of a chunk, and the mean
+    error.
+    """
 
-    def __init__(self, max_errors: Mapping[str, float], error_budgets: Mapping[str, float]) -> None:
-        self._max_errors = max_errors
+    def __init__(
+        self, max_errors: Mapping[str, float], error_budgets: Mapping[str, float], max_losses: Mapping[str, float]
+    ) -> None:
+        self._max_errors, self._max_losses = max_errors, max_losses
         self._budgets = {access_key: ErrorBudget(mean) for access_key, mean in error_budgets.items()}
 
     def limited(self, access_key: str, reading: Bounded | None) -> Bounded | None:
@@ -56,8 +61,8 @@ class ErrorLimits:
         budget = self._budgets.get(access_key)
         if reading is None or (budget is not None and budget.is_spent):
             return None
-        bound = self._max_errors.get(access_key)
-        return reading if bound is None else reading.bounded(bound)
+        max_error, max_loss = self._max_errors.get(access_key), self._max_losses.get(access_key)
+        return reading if max_error is max_loss is None else reading.bounded(max_error, max_loss)
 
     def note(self, access_key: str, chunk_count: int, mean_error: float) -> None:
         """Chunks go to a reader of this key."""

@@ -23,6 +23,7 @@ from storage_server.settings import CacheSettings, StorageSettings
 from tests.support.chunks import BytesBody
 
 LAYOUT = KvLayout(4, 16, 128, "float32")
+CACHE = CacheSettings("cached", 1 << 20, replaces=True)
 DATA = np.random.default_rng(1).standard_normal(LAYOUT.nbytes // 4).astype("<f4").tobytes()
 HEADERS = {LAYOUT_HEADER: LAYOUT.text, CLASS_HEADER: "code", "x-amz-meta-a": "b", "content-type": "text/plain"}
 
@@ -31,7 +32,7 @@ HEADERS = {LAYOUT_HEADER: LAYOUT.text, CLASS_HEADER: "code", "x-amz-meta-a": "b"
 async def opened(folder: Path) -> AsyncIterator[tuple[EmbeddedStore, Replacer]]:
     settings = StorageSettings(
         data_dir=folder,
-        caches=(CacheSettings("cached", 1 << 20, replaces=True),),
+        caches=(CACHE,),
         compression=UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 2e9)}),
     )
     store = EmbeddedStore(settings)
@@ -70,7 +71,7 @@ async def may_not() -> AsyncIterator[bool]:
 
 
 async def made(store: EmbeddedStore, replacer: Replacer) -> Made:
-    found = await replacer.encoded("cached", "key", version(store), None)
+    found = await replacer.encoded("cached", "key", version(store), CACHE)
     assert found is not None
     return found
 
@@ -89,7 +90,7 @@ async def test_the_new_object_keeps_what_was_said_of_the_old_one(tmp_path: Path)
         assert head.info.checksum.algorithm is ChecksumAlgorithm.CRC32C
         assert head.info.nbytes < LAYOUT.nbytes / 3
         assert (replacer.replaced_count, replacer.freed_bytes) == (1, LAYOUT.nbytes - head.info.nbytes)
-        assert await replacer.encoded("cached", "key", version(store), None) is None  # an encoded one stays as it is
+        assert await replacer.encoded("cached", "key", version(store), CACHE) is None  # an encoded one stays as it is
 
 
 @pytest.mark.parametrize("change", ["put", "delete", "tags", "bucket"])
@@ -129,7 +130,7 @@ async def test_damaged_bytes_are_not_encoded_and_are_known_to_be_damaged(tmp_pat
         with (tmp_path / "extents" / extent.file_id[:2] / extent.file_id).open("r+b") as file:
             file.seek(extent.offset + 5000)
             file.write(b"\xff\x00\xff")
-        assert await replacer.encoded("cached", "key", before, None) is None
+        assert await replacer.encoded("cached", "key", before, CACHE) is None
         assert store.objects.is_damaged("cached", "key")
 
 

@@ -15,7 +15,7 @@ from descriptors.layer_forms import LossBasis
 from objectcache.kv_codecs.chains import Chain, parse_chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses, ToldLoss, Uncalibrated
+from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses, ToldLoss
 from storage_server.planning.losses_file import (
     LOSSES_BYTES_MAX,
     WrongLossesError,
@@ -36,14 +36,14 @@ def model(name: str, kl: float, layers: int = 30, **changes: Any) -> ModelLosses
 
 
 TABLE = LossTable((model("small", 0.5), model("large", 0.25, 32)), {"kv": "small"})
-WORST = LossTable(TABLE.models, {}, Uncalibrated.WORST)
+SMALL = ChunksModel("small")
 
 
 def test_a_loss_is_the_upper_end_for_the_model_and_the_chain() -> None:
-    assert TABLE.told("small", SHAPE, 30, KIVI4) == ToldLoss(0.5, LossBasis.CALIBRATED)
-    assert TABLE.told("small", SHAPE, 30, FURTHER) == ToldLoss(1.0, LossBasis.CALIBRATED)
+    assert TABLE.told(SMALL, SHAPE, 30, KIVI4) == ToldLoss(0.5, LossBasis.CALIBRATED)
+    assert TABLE.told(SMALL, SHAPE, 30, FURTHER) == ToldLoss(1.0, LossBasis.CALIBRATED)
     whole = (Codec.KIVI8, Codec.K8V4, Codec.KIVI4)
-    assert TABLE.told("small", SHAPE, 30, whole) == ToldLoss(1.0, LossBasis.CALIBRATED), "it has the same bytes"
+    assert TABLE.told(SMALL, SHAPE, 30, whole) == ToldLoss(1.0, LossBasis.CALIBRATED), "it has the same bytes"
 
 
 @pytest.mark.parametrize(
@@ -58,35 +58,44 @@ def test_a_loss_is_the_upper_end_for_the_model_and_the_chain() -> None:
 )
 def test_other_models_and_layouts_are_not_calibrated(name: str, shape: LayerShape, layers: int, problem: str) -> None:
     """A calibration of another layout under the same name is none: it is of another model."""
-    assert TABLE.told(name, shape, layers, KIVI4) == ToldLoss(math.inf, LossBasis.UNCALIBRATED)
-    assert WORST.told(name, shape, layers, KIVI4) == ToldLoss(0.5, LossBasis.WORST)
-    assert (TABLE.basis(name, shape, layers), WORST.basis(name, shape, layers)) == (
-        LossBasis.UNCALIBRATED, LossBasis.WORST,
-    )  # fmt: skip
-    told = TABLE.problem(name, shape, layers)
+    mine, any_model = ChunksModel(name), ChunksModel(name, takes_worst=True)
+    assert TABLE.told(mine, shape, layers, KIVI4) == ToldLoss(math.inf, LossBasis.UNCALIBRATED)
+    assert TABLE.told(any_model, shape, layers, KIVI4) == ToldLoss(0.5, LossBasis.WORST)
+    assert TABLE.basis(mine, shape, layers) is LossBasis.UNCALIBRATED
+    assert TABLE.basis(any_model, shape, layers) is LossBasis.WORST
+    told = TABLE.problem(mine, shape, layers)
     assert told is not None
     assert re.search(problem, told)
 
 
+def test_the_model_stands_in_the_keys_or_is_the_bucket_s() -> None:
+    table = LossTable(TABLE.models, {"kv": "small", "any": "worst"})
+    ours = ["kv/large/x/1", "kv/large/x/2"]
+    assert [table.model_of(bucket, ours) for bucket in ("kv", "any", "other")] == [
+        ChunksModel("large"), ChunksModel("large", takes_worst=True), ChunksModel("large"),
+    ]  # fmt: skip
+    assert [table.model_of(bucket, ["a", "b"]) for bucket in ("kv", "any", "other")] == [
+        ChunksModel("small"), ChunksModel("", takes_worst=True), ChunksModel(),
+    ]  # fmt: skip
+    assert table.model_of("kv", ["kv/large/x/1", "a"]) == ChunksModel(), "keys of two models have none"
+
+
 def test_a_form_that_was_not_measured_has_no_loss_whatever_other_models_have() -> None:
-    table = LossTable(
-        (model("a", 0.5, forms={KIVI4: MeasuredLoss(0, 0.5, 0, 0)}), model("b", 0.5)), {}, WORST.uncalibrated
-    )
-    assert table.told("a", SHAPE, 30, FURTHER).basis is LossBasis.UNCALIBRATED
-    assert table.told("a", SHAPE, 30, (Codec.KIVI2,)).kl == math.inf
+    table = LossTable((model("a", 0.5, forms={KIVI4: MeasuredLoss(0, 0.5, 0, 0)}), model("b", 0.5)))
+    mine = ChunksModel("a", takes_worst=True)
+    assert table.told(mine, SHAPE, 30, FURTHER).basis is LossBasis.UNCALIBRATED
+    assert table.told(mine, SHAPE, 30, (Codec.KIVI2,)).kl == math.inf
 
 
 def test_chunks_with_more_tokens_count_where_groups_share_a_scale_and_not_where_the_chunk_does() -> None:
     table = LossTable((model("a", 0.5, forms={form: MeasuredLoss(0, 0.5, 0, 0) for form in (KIVI4, (Codec.FP8,))}),))
     long = LayerShape(128, 192, Element.BFLOAT16)
-    assert table.told("a", long, 30, KIVI4).basis is LossBasis.CALIBRATED
-    assert table.told("a", long, 30, (Codec.FP8,)).basis is LossBasis.UNCALIBRATED
-    assert table.told("a", SHAPE, 30, (Codec.FP8,)).basis is LossBasis.CALIBRATED
+    assert table.told(ChunksModel("a"), long, 30, KIVI4).basis is LossBasis.CALIBRATED
+    assert table.told(ChunksModel("a"), long, 30, (Codec.FP8,)).basis is LossBasis.UNCALIBRATED
+    assert table.told(ChunksModel("a"), SHAPE, 30, (Codec.FP8,)).basis is LossBasis.CALIBRATED
 
 
 def test_a_model_is_there_once_for_each_layout() -> None:
-    with pytest.raises(ValueError, match="a is there twice"):
-        LossTable((model("a", 0.5), model("a", 0.25)))
     changed = with_model((model("a", 0.5), model("b", 0.5)), model("a", 0.25))
     assert [(each.model, each.forms[KIVI4].kl_high) for each in changed] == [("b", 0.5), ("a", 0.25)]
 
@@ -128,6 +137,7 @@ def changed(path: str, value: Any) -> bytes:
         ("more", 1, "more"),
         ("models", {}, "models"),
         ("models/0/model", "", "models.0.model"),
+        ("models/0/model", "worst", "models.0.model: worst is no model"),
         ("models/0/model", "a/b", "models.0.model"),
         ("models/0/layers", 0, "models.0.layers"),
         ("models/0/layers", "30", "models.0.layers"),

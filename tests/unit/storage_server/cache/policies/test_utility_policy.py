@@ -15,7 +15,7 @@ from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies import utility_policy as policy_module
 from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
 from storage_server.planning.forms import Encoded, LossView, Reading
-from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
+from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2))
@@ -246,7 +246,9 @@ def losing(max_loss: float, forms: dict[str, float]) -> Reading:
     """A reader of 4 and 8 bits with a bound, whose model was measured to lose so much in these forms."""
     measured = {parse_chain(name): MeasuredLoss(0.0, kl, 0.0, 0.0) for name, kl in forms.items()}
     model = ModelLosses("m", 4, SHAPE.width, SHAPE.element, 64, measured, texts="", text_count=2, release="1")
-    return replace(READING, codecs=(Codec.KIVI8, Codec.KIVI4), losses=LossView(LossTable((model,)), "m", max_loss))
+    return replace(
+        READING, codecs=(Codec.KIVI8, Codec.KIVI4), losses=LossView(LossTable((model,)), ChunksModel("m"), max_loss)
+    )
 
 
 def test_codecs_that_lose_more_than_a_reader_takes_are_not_made_for_it() -> None:

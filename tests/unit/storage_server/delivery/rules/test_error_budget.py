@@ -50,8 +50,13 @@ def test_whoever_takes_what_the_budget_allows_keeps_it_but_for_one_delivery(
 
 
 def test_limits_are_those_of_the_key() -> None:
-    limits = ErrorLimits({"a": 0.05}, {"b": 0.02})
+    limits = ErrorLimits({"a": 0.05}, {"b": 0.02}, {"d": 0.5})
     assert limits.limited("a", READING) == READING.bounded(0.05)
+    limited = limits.limited("d", READING)
+    assert limited is not None
+    assert limited.losses is not None
+    assert limited.losses.max_loss == 0.5
+    assert not limited.bears(limited.loss_of((Codec.KIVI8,))), "without a calibration nothing keeps the bound"
     assert limits.limited("b", READING) is READING
     limits.note("b", 10 * COUNT_MIN, 0.1)
     limits.note("c", 10 * COUNT_MIN, 0.1)
