@@ -8,8 +8,9 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterable
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,8 +107,12 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             _region(getattr(offloading_spec, "_scheduler_mmap", None), primary_kv_view),
             row_bytes,
         )
-        self._publish = partial(_published, config, cards, self._forms, self._space, self._options)
+        self._publish = lru_cache(1)(partial(_published, config, cards, self._forms, self._options))
+        self._former_labels: tuple[str, ...] | None = None
         self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
+        self._live: set[str] = set()
+        self._outdated: set[str] = set()
+        """The requests that run, and those of them whose KV may be of other weights."""
         self._has_answers = True
         self._is_used = None not in self._forms.values()
         hashing = cards[0].hashing if cards else ""
@@ -118,12 +123,12 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             daemon=True,
         ).start()
 
-    @cached_property
+    @property
     def labels(self) -> tuple[str, ...] | None:
         """The values of TIER_LABELS, None where nothing is published. Known after the first step."""
-        return self._publish()
+        return self._publish(self._space)
 
-    @cached_property
+    @property
     def space(self) -> TierSpace:
         """The objects of this engine, and of those that share with it."""
         return self._space
@@ -150,7 +155,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         and a store that fails has stored the first ones.
         """
         job = self._job(job_metadata, is_load=False)
-        if self._is_used:
+        if self._is_used and job_metadata.req_context.req_id not in self._outdated:
             self.traffic.store(job)
         else:
             self.traffic.skip(job)
@@ -171,10 +176,13 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunks are stored as they come."""
+        self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was known for it."""
+        self._live.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
         self._verdicts.finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -190,6 +198,16 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self.traffic.cancel_waiting()
         while not self.traffic.book.wait_idle(_DRAIN_TOLD_S):
             _log.warning("waiting for %d transfers to end", self.traffic.book.running_count)
+
+    def renew(self) -> None:
+        """Have nothing of what is stored, as if the weights were others, and store under names that nobody had before.
+        Requests that run go on without the store. Nothing is under way: `drain_jobs` has returned.
+        """
+        self._former_labels = self.labels
+        self._space = self._space.renewed(uuid.uuid4().hex)
+        self.traffic.rename(self._space)
+        self._verdicts.renew()
+        self._outdated |= self._live
 
     def shutdown(self) -> None:
         """May be called again, and after a failed start."""
@@ -211,6 +229,8 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         stats = OffloadingConnectorStats()
         for name, amount in counts.items():
             stats.increase_counter(f"{_PREFIX}{name}", amount)
+        if self._former_labels is not None:
+            stats.set_gauge(TIER_INFO, 0, self._former_labels)
         if self.labels is not None:
             stats.set_gauge(TIER_INFO, 1, self.labels)
         return stats
@@ -318,7 +338,7 @@ def _space(
 
 
 def _published(
-    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], space: TierSpace, options: TierOptions
+    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], options: TierOptions, space: TierSpace
 ) -> tuple[str, ...] | None:
     """The labels that routers read. None where these could not name the objects: not all is known, or vLLM hashes
     otherwise.

@@ -97,6 +97,10 @@ class TierTraffic:
         ]
         self._lookers, self._loaders, self._storers = self._workers
 
+    def rename(self, space: TierSpace) -> None:
+        """Ask for, load and store objects of this space from now on."""
+        self._space, self._prefix = space, space.prefix
+
     def warm(self) -> None:
         """Make the servers acquainted with the primary tier before the first load has to wait for that; elsewhere."""
         self._loaders.submit(partial(self._loads.register_buffer, self._region))

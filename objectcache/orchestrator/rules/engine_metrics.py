@@ -131,7 +131,7 @@ def read_metrics(said: bytes) -> EngineReport:
             has_connector = True
         elif name == DEPLOYMENT:
             info = labels
-        elif name == TIER_INFO:
+        elif name == TIER_INFO and value:  # 0: it had them before a reset
             tier = labels
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value

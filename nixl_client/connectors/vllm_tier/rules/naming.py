@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from descriptors.prefix_keys import VLLM_TIER_ROOT, label, metadata_of
 
@@ -44,6 +44,10 @@ class TierSpace:
     def about(self) -> str:
         """The object that says how the engines of this namespace hash."""
         return f"{self.prefix}about"
+
+    def renewed(self, epoch: str) -> TierSpace:
+        """The objects of the same engines from now on, when `epoch` is a text that nobody had before."""
+        return replace(self, fields={**self.fields, "epoch": epoch})
 
     def metadata(self) -> dict[str, str]:
         """The user metadata of its objects."""

@@ -102,6 +102,10 @@ class Verdicts:
             if entry is not None:
                 entry.is_stored = False
 
+    def renew(self) -> None:
+        """Nothing is stored any more of all that was looked up, whatever is answered to questions that are out."""
+        self.missed(self._entries)
+
     def finished(self, request_id: str) -> None:
         """A request wants nothing any more."""
         for key in self._by_request.pop(request_id, ()):

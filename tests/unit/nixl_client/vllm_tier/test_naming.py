@@ -22,3 +22,9 @@ def test_every_field_is_in_the_namespace_and_nothing_else() -> None:
     assert TierSpace("b", dict(reversed(FIELDS.items()))).digest == first
     changed = [{**FIELDS, name: "other"} for name in FIELDS] + [{**FIELDS, "epoch": "2"}]
     assert len({first, *(TierSpace("a", each).digest for each in changed)}) == 2 + len(FIELDS)
+
+
+def test_a_space_that_is_renewed_shares_nothing_with_what_it_was() -> None:
+    space = TierSpace("a", FIELDS)
+    assert len({space.prefix, space.renewed("x").prefix, space.renewed("y").prefix}) == 3
+    assert space.renewed("x").renewed("y") == space.renewed("y")

@@ -35,6 +35,21 @@ def test_no_answer_is_a_miss_at_the_deadline_and_a_late_one_changes_nothing() ->
     assert verdicts.lookup(b"a", "r2") is None
 
 
+def test_after_a_reset_all_that_was_looked_up_is_a_miss_also_when_an_answer_comes_later() -> None:
+    verdicts = Verdicts(2.0)
+    for key in (b"a", b"b"):
+        verdicts.lookup(key, "r1")
+    question = verdicts.take_question(0.0)
+    assert question is not None
+    verdicts.lookup(b"c", "r1")
+    verdicts.renew()
+    verdicts.answered(question, (True, True))
+    assert [verdicts.lookup(key, "r1") for key in (b"a", b"b", b"c")] == [False] * 3
+    assert verdicts.take_question(0.1) is None
+    verdicts.finished("r1")
+    assert verdicts.lookup(b"a", "r2") is None
+
+
 def test_a_chunk_that_could_not_be_loaded_is_a_miss_for_who_wants_it_now() -> None:
     verdicts = Verdicts(2.0)
     verdicts.lookup(b"a", "r1")

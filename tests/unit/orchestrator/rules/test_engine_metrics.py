@@ -146,7 +146,8 @@ def tier_line(**changed: str) -> str:
 
 
 def test_a_tier_publishes_names_and_its_loads_are_over_before_requests_run() -> None:
-    found = read(tier_line()).published
+    former = tier_line(space="vllm/Llama/before/").removesuffix(" 1") + " 0"
+    found = read(f"{former}\n{tier_line()}\n{former}").published
     assert found is not None
     assert found.names == TierNames(TIER["space"], bytes.fromhex(TIER["none_hash"]), 1, 16)
     assert found.layout == ChunkLayout(1, 32, 6096)
