@@ -79,9 +79,9 @@ class Engine:
             has_happened=False,
         )
 
-    def forget(self) -> None:
-        """Empty its own prefix cache."""
-        self._send({"operation": Operation.FORGET.value})
+    def forget(self, *, is_store_too: bool = False) -> None:
+        """Empty its own prefix cache, and have the connector reset, too."""
+        self._send({"operation": Operation.FORGET.value, "is_store_too": is_store_too})
         assert self._reply()["is_done"]
 
     def keys(self, prompt: Prompt) -> list[str]:

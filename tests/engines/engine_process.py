@@ -77,8 +77,12 @@ class RunningEngine:
         self._llm = LLM(model=settings.model, **(options | settings.options))
         self._core = None if settings.is_multiprocess else self._llm.llm_engine.engine_core.engine_core
         self._has_connector = settings.connector is not None
-        self._is_tier = settings.is_tier
         self._digests: dict[str, str] = {}
+
+    @property
+    def _is_tier(self) -> bool:
+        """Whether vLLM's OffloadingConnector runs, under its own name or ours."""
+        return self._core is not None and hasattr(self._core.scheduler.connector, "connector_scheduler")
 
     def generate(self, prompts: list[dict[str, Any]], max_tokens: list[int], moment: str | None) -> dict[str, Any]:
         """Greedy tokens of these prompts, all at once, and what was counted. `max_tokens` is for each."""
@@ -103,9 +107,9 @@ class RunningEngine:
             "has_happened": has_happened,
         }
 
-    def forget(self) -> dict[str, Any]:
-        """Empty the engine's prefix cache."""
-        return {"is_done": bool(self._llm.reset_prefix_cache())}
+    def forget(self, is_store_too: bool) -> dict[str, Any]:
+        """Empty the engine's prefix cache, and reset the connector with `is_store_too`."""
+        return {"is_done": bool(self._llm.reset_prefix_cache(reset_connector=is_store_too))}
 
     def keys(self, tokens: list[int], salt: str, image: int) -> dict[str, Any]:
         """The keys of the whole chunks of a prompt without an image, in order; of a tier by what vLLM's metrics say of
@@ -174,7 +178,8 @@ class RunningEngine:
             scheduler, traffic = self._connectors()
             return not scheduler._jobs and not scheduler.manager.has_pending_work() and not traffic.book.running_count
         worker = self._connectors()[1]._worker
-        return worker is None or bool(worker._writer._ledger.is_idle)
+        writer = getattr(worker, "_writer", None)  # where nothing can be cached there is none
+        return writer is None or bool(writer._ledger.is_idle)
 
     def _connectors(self) -> tuple[Any, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group

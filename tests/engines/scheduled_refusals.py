@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVQuantMode
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from nixl_client.connectors.vllm import engine as engine_module
 from nixl_client.connectors.vllm.connector import ObjectCacheConnector
@@ -19,6 +25,7 @@ from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
 __all__ = [
     "changed_rope",
+    "latents_with_an_indexer",
     "long_rope",
     "may_sleep",
     "started",
@@ -80,6 +87,26 @@ def unsupported_spec(folder: Path, name: str, value: Any) -> Facts:
         value = KVQuantMode[value]
     config = engine_config(folder, Setup())
     return _refusal(config, cache_config(config, **{name: value}))
+
+
+def latents_with_an_indexer(folder: Path) -> Facts:
+    """Why a worker and the scheduler load KV of two sizes in one group not layer by layer, and whether it is cached."""
+    config = engine_config(folder, Setup())
+    config.cache_config.kv_cache_layout = "LBHNC"
+    sizes: dict[str, tuple[int, torch.dtype]] = {"attn": (576, torch.bfloat16), "indexer": (132, torch.uint8)}
+    specs = {
+        f"layers.{index}.{name}": MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=size, dtype=dtype)
+        for index in range(2)
+        for name, (size, dtype) in sizes.items()
+    }
+    worker = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 30)
+    found = []
+    for caches in (worker, generate_scheduler_kv_cache_config([worker])):
+        try:
+            engine_module.attention_spec(config, caches)
+        except engine_module.UnsupportedError as error:
+            found.append([str(error), not isinstance(error, engine_module.UncacheableError)])
+    return found
 
 
 def unsupported_model(folder: Path, pooling: str) -> Facts:

@@ -320,6 +320,13 @@ def test_a_cache_whose_bytes_are_not_those_of_its_prefix_is_refused(
     assert (said is not None and reason in said) if reason else said is None
 
 
+def test_a_group_of_layers_of_two_sizes_is_seen_by_workers_and_scheduler_alike(player: Player) -> None:
+    """Else one of them would load layer by layer, and the other by rows. The scheduler is shown one size only."""
+    worker, scheduler = player.play("latents_with_an_indexer")
+    assert worker == ["groups of layers: UniformTypeKVCacheSpecs", True]
+    assert scheduler == ["layers of several sizes", True]
+
+
 def test_a_model_that_pools_over_all_tokens_is_refused(player: Player) -> None:
     """Loaded tokens have no hidden states to pool; vLLM turns its own prefix cache off but goes on asking."""
     said, has_part = player.play("unsupported_model", pooling="MEAN")

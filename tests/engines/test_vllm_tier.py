@@ -67,7 +67,7 @@ def test_tokens_of_a_warm_store_are_those_without_one(
         engine.stop()
 
 
-@pytest.mark.parametrize("family", [*sorted(set(MODELS) - {"deepseek"})])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "lfm2", "qwen3-next"])
 def test_each_family_answers_from_the_store_as_without_one(
     engines: Engines, store: Store, families: Path, family: str
 ) -> None:

@@ -40,6 +40,14 @@ def make_gemma3(folder: Path) -> None:
     _save(folder, config, Gemma3ForCausalLM, 19)
 
 
+def make_mistral(folder: Path) -> None:
+    """Mistral, as it first was: every layer has a window."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(**_COMMON, num_hidden_layers=3, sliding_window=64)
+    _save(folder, config, MistralForCausalLM, 41)
+
+
 def make_gpt_oss(folder: Path) -> None:
     """gpt-oss: every second layer has a window; experts and sinks."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -117,6 +125,7 @@ def make_deepseek(folder: Path) -> None:
 MODELS: dict[str, Callable[[Path], None]] = {
     "gemma3": make_gemma3,
     "gpt-oss": make_gpt_oss,
+    "mistral": make_mistral,
     "qwen3-next": make_qwen3_next,
     "lfm2": make_lfm2,
     "deepseek": make_deepseek,

@@ -1,5 +1,6 @@
 """`ObjectCacheConnector`: vLLM's calls, handed to the part they are for. Made once in the scheduler and once in each
-worker. Where this engine's KV cannot be cached, it says so once and does nothing.
+worker. Where this engine's KV cannot be loaded layer by layer, vLLM is given a `RowwiseConnector` instead. Where it
+cannot be cached, this one says so once and does nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from descriptors.layout import ChunkLayout
 from descriptors.units import format_bytes
@@ -25,9 +29,16 @@ from nixl_client.connectors.startup import say
 from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.early import check_early
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
-from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
+from nixl_client.connectors.vllm.metrics import (
+    ObjectCachePromMetrics,
+    ObjectCacheStats,
+    StepMetadata,
+    WorkerReport,
+    is_of_rows,
+)
 from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.published import PUBLISHED
+from nixl_client.connectors.vllm.rowwise import RowwiseConnector, over_tier
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
@@ -37,12 +48,28 @@ from nixl_client.session.retries import Retries
 _log = logging.getLogger(__name__)
 
 
-class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Reuses prefixes through ObjectCache. Options: `nixl_client.connectors.vllm.options`."""
+
+    _obstacle = ""
+    """The reason why nothing is cached."""
+
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+        """The connector for the engine's KV, which vLLM tells no sooner. Raises ValueError for options that cannot
+        be.
+        """
+        engine.join_log()
+        obstacle = ""
+        try:
+            return _rowwise(vllm_config, role, kv_cache_config) or super().__new__(cls)
+        except engine.UncacheableError as error:
+            obstacle = str(error)
+        made = super().__new__(cls)
+        made._obstacle = obstacle
+        return made
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        engine.join_log()
         self.counters = Counters()
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         self._is_ahead = engine.loads_ahead(vllm_config)
@@ -51,11 +78,11 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._worker: WorkerSide | IdleWorker | None = None
         self._client: Client | None = None
         self._setup: engine.CacheSetup | None = None
-        try:
-            self._setup = engine.cache_setup(vllm_config, kv_cache_config, options)
-        except engine.UnsupportedError as error:
-            _log.error("ObjectCache is not used: %s", error)
+        if self._obstacle:
+            if role == KVConnectorRole.SCHEDULER:
+                _log.error("ObjectCache is not used: %s: not supported", self._obstacle)
             return
+        self._setup = engine.cache_setup(vllm_config, kv_cache_config, options)
         if role == KVConnectorRole.SCHEDULER:
             self._init_scheduler(self._setup)
 
@@ -78,8 +105,16 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjectCacheStats:
-        """Stats of these sums."""
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout in which rows of all groups have the same names as the tier's; layers may lie in any."""
+        layout: str | None = OffloadingConnector.get_required_kvcache_layout(vllm_config)
+        return layout
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Stats of these sums, which are vLLM's own where a `RowwiseConnector` has counted."""
+        if data and is_of_rows(data):
+            return OffloadingConnector.build_kv_connector_stats(data)
         return ObjectCacheStats(data=data or {})
 
     @classmethod
@@ -120,6 +155,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         if self._scheduler is None:
             return False, None
         return self._scheduler.finished(request, block_ids), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request_finished` for vLLM's manager of several groups, which there is one of here."""
+        return self.request_finished(request, block_ids[0])
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take over the workers' reports: chunks that they have read, and blocks that they could not load."""
@@ -289,6 +330,19 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def _step(self) -> Step:
         metadata = self._get_connector_metadata()
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
+
+
+def _rowwise(vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> RowwiseConnector | None:
+    """The connector of KV that cannot be loaded layer by layer; None where it can. Raises UncacheableError."""
+    try:
+        engine.attention_spec(vllm_config, kv_cache_config)
+    except engine.UncacheableError:
+        raise
+    except engine.UnsupportedError as error:
+        if role == KVConnectorRole.SCHEDULER:
+            _log.info("loads go through vLLM's host memory, as with the tier, not layer by layer: %s", error)
+        return RowwiseConnector(over_tier(vllm_config), role, kv_cache_config)
+    return None
 
 
 if ObjectCacheConnector.__name__ not in KVConnectorFactory._registry:

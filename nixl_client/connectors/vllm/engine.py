@@ -16,7 +16,16 @@ from huggingface_hub import try_to_load_from_cache
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SparseCacheRole
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    iter_layer_specs,
+)
 
 from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
@@ -32,10 +41,16 @@ _INPUT_SETTINGS = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
+_KNOWN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""The kinds of layers whose prefixes vLLM's offloading can load."""
 
 
 class UnsupportedError(Exception):
-    """This engine's KV cannot be cached; it runs as if nothing were ever stored."""
+    """This engine's KV cannot be loaded layer by layer: the tier has it, in rows."""
+
+
+class UncacheableError(UnsupportedError):
+    """This engine's KV cannot be cached in any way; it runs as if nothing were ever stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +75,14 @@ def cache_setup(vllm_config: Any, kv_cache_config: Any, options: VllmOptions) ->
 
 
 def join_log() -> None:
-    """Have our lines in vLLM's log, which only its own loggers write to, unless the application has said otherwise."""
-    ours, theirs = logging.getLogger("nixl_client"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
+    """Have our lines in vLLM's log, which only its own loggers write to, unless the application has said otherwise. A
+    root logger that shows warnings alone says nothing: vLLM makes one by accident, where a model has experts on CPUs.
+    """
+    ours, theirs, root = (logging.getLogger(name) for name in ("nixl_client", "vllm", None))
+    if not ours.handlers and not (root.handlers and ours.isEnabledFor(logging.INFO)):
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
+        ours.propagate = not root.handlers
 
 
 def loads_ahead(vllm_config: Any) -> bool:
@@ -79,25 +97,50 @@ def loads_ahead(vllm_config: Any) -> bool:
     return is_recomputed and vllm_config.max_concurrent_batches > 1
 
 
-def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
-    """The spec of the one cache group. Raises UnsupportedError where a prefix's KV is not the same bytes whenever it is
-    computed, or not all there: several groups, layers that do not keep every token, prefixes that later tokens or other
-    ranks have a part in, and scales that lie elsewhere. (Layers with a window are fine where vLLM keeps all their
-    tokens, as it does in models that mix both, unless every connector can do with less.)
+def require_cacheable(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises UncacheableError where a prefix's KV is not the same bytes whenever it is computed, or vLLM does not keep
+    it: prefixes that later tokens have a part in, scales that lie elsewhere, and states of the last token alone.
     """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    cacheable = [spec for spec in specs if spec.prefix_cacheable]
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    is_causal = not any(getattr(spec, "non_causal", False) for spec in specs)
+    unknown = sorted({type(spec).__name__ for spec in cacheable if not isinstance(spec, _KNOWN_SPECS)})
+    obstacles = {
+        "no layer keeps a prefix": not cacheable,
+        "attention to later tokens": not is_causal or model.is_diffusion or not model.is_prefix_caching_supported,
+        "scales found at run time": bool(getattr(cache, "calculate_kv_scales", False)),
+        "states are kept for the last token alone, without vLLM's prefix caching": any(
+            isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
+        ),
+        "HiSparse": getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None,
+        f"layers of another kind ({', '.join(unknown)})": bool(unknown),
+    }
+    for what, is_there in obstacles.items():
+        if is_there:
+            raise UncacheableError(what)
+
+
+def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
+    """The spec of the one cache group, all of whose layers are alike. Raises UncacheableError, and UnsupportedError
+    where KV is not keys and values, or latents, of all tokens, each as large as all others: several groups, layers that
+    do not keep every token, tokens that are spread over ranks. (Layers with a window are fine where vLLM keeps all
+    their tokens, as it does with `--disable-hybrid-kv-cache-manager`.) The scheduler is shown one spec where a worker
+    has several in a group: the number of tensors is the same for both, so that they agree.
+    """
+    require_cacheable(vllm_config, kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise UnsupportedError(f"one group of full attention layers is supported, not {kinds}")
+        raise UnsupportedError(f"groups of layers: {kinds}")
     spec: FullAttentionSpec = groups[0].kv_cache_spec
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     is_split = parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
     is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1
     obstacles = {
         "context parallelism": is_split,
-        "attention to later tokens": spec.non_causal or model.is_diffusion or not model.is_prefix_caching_supported,
+        "layers of several sizes": len(kv_cache_config.kv_cache_tensors) > 1,
         "scales of each token": spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
-        "scales found at run time": bool(getattr(cache, "calculate_kv_scales", False)),
         "packed states": is_packed,
     }
     if isinstance(spec, MLAAttentionSpec):
@@ -111,7 +154,7 @@ def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
         obstacles["keys and values of different sizes"] = spec.head_size_v != spec.head_size
     for what, is_there in obstacles.items():
         if is_there:
-            raise UnsupportedError(f"{what}: not supported")
+            raise UnsupportedError(what)
     return spec
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from nixl_client.connectors.vllm.published import COSTS, DEPLOYMENT_LABELS, PUBLISHED
+from nixl_client.connectors.vllm.rowwise import over_tier
 from nixl_client.connectors.vllm.steps import Report, Step
 
 COUNTERS = {
@@ -80,11 +84,20 @@ class ObjectCacheStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One Prometheus counter for each name, `vllm:objectcache_<name>`, and gauges of what the engine publishes."""
+def is_of_rows(data: Mapping[str, Any]) -> bool:
+    """Whether statistics are those of vLLM's OffloadingConnector, which name the types of what they count."""
+    return "types" in data
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+
+class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus counter for each name, `vllm:objectcache_<name>`, and gauges of what the engine publishes; those
+    of OffloadingConnector once a `RowwiseConnector` has counted, which vLLM does not tell sooner.
+    """
+
+    def __init__(self, vllm_config: Any, *args: Any) -> None:
+        super().__init__(vllm_config, *args)
+        self._make_rows = partial(OffloadPromMetrics, over_tier(vllm_config), *args)
+        self._rows: OffloadPromMetrics | None = None
         self._counters = {
             name: create_metric_per_engine(
                 self._counter_cls(name=f"vllm:objectcache_{name}", documentation=text, labelnames=self._labelnames),
@@ -114,6 +127,11 @@ class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count on."""
+        if is_of_rows(transfer_stats_data):
+            if self._rows is None:
+                self._rows = self._make_rows()
+            self._rows.observe(transfer_stats_data, engine_idx)
+            return
         for name, amount in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(amount)
@@ -133,4 +151,4 @@ class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._costs[name][engine_idx].set(amount)
 
 
-__all__ = ["ObjectCachePromMetrics", "ObjectCacheStats", "StepMetadata", "WorkerReport"]
+__all__ = ["ObjectCachePromMetrics", "ObjectCacheStats", "StepMetadata", "WorkerReport", "is_of_rows"]

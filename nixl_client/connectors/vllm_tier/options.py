@@ -14,6 +14,7 @@ PROMISED = frozenset(
 )
 """The options that users have. The others are in `internals`, and may change with each version."""
 WAIT_MAX_S = 600
+EPOCH_CHARACTERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class TierOptions:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
         if self.content_class and not CONTENT_CLASS.fullmatch(self.content_class):
             raise ValueError(f"content_class has {CONTENT_CLASS_RULE}")
-        if len(self.epoch) > 64:
-            raise ValueError("epoch has at most 64 characters")
+        if len(self.epoch) > EPOCH_CHARACTERS_MAX:
+            raise ValueError(f"epoch has at most {EPOCH_CHARACTERS_MAX} characters")
         if self.store_queue_chunks < 1 or self.staging_bytes < 1:
             raise ValueError("store_queue_chunks and staging_bytes must be at least 1")
         require_downlink(self.downlink_bytes_per_s)
