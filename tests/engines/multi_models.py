@@ -62,30 +62,6 @@ def make_gemma(folder: Path, window: int) -> None:
         Gemma2ForCausalLM(config).save_pretrained(folder)
 
 
-def make_mistral(folder: Path, window: int) -> None:
-    """A small Mistral: every layer sees `window` tokens back."""
-    import torch
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
-        sliding_window=window,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(17)
-        MistralForCausalLM(config).save_pretrained(folder)
-
-
 def make_tokenizer(folder: Path) -> None:
     """One word for each token, for servers that will not start without."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tests.engines.messages import Json
 from tests.engines.model import make_model
 from tests.engines.multi_engine import Launch, live_engines, object_cache
-from tests.engines.multi_models import RANK, make_adapter, make_gemma, make_mistral
+from tests.engines.multi_models import RANK, make_adapter, make_gemma
 from tests.engines.prompts import shared_prefixes
 from tests.engines.store import Store
 
@@ -78,21 +77,19 @@ def test_a_quantised_cache_is_stored_as_it_is_and_not_taken_for_one_that_is_not(
         assert (unquantised.count("lookups"), unquantised.count("store_hit_tokens")) == (1, 0)
 
 
-@pytest.mark.parametrize(("make", "is_cached"), [(make_gemma, True), (make_mistral, False)])
-def test_windows_are_cached_where_the_engine_keeps_all_tokens_for_them(
-    store: Store, tmp_path: Path, make: Callable[[Path, int], None], is_cached: bool
+def test_windows_come_layer_by_layer_where_the_engine_is_told_to_keep_all_tokens_for_them(
+    store: Store, tmp_path: Path
 ) -> None:
-    """As it does for models that mix windows and full attention; where every layer has one, the engine runs without."""
-    make(tmp_path / "model", WINDOW)
-    cached = Launch(tmp_path / "model", {"kv_transfer_config": object_cache(store.connector())})
-    with live_engines(Launch(tmp_path / "model"), cached) as (plain, engine):
+    """`--disable-hybrid-kv-cache-manager`: vLLM then has one group."""
+    make_gemma(tmp_path / "model", WINDOW)
+    arguments: dict[str, Json] = {
+        "disable_hybrid_kv_cache_manager": True,
+        "kv_transfer_config": object_cache(store.connector()),
+    }
+    with live_engines(Launch(tmp_path / "model"), Launch(tmp_path / "model", arguments)) as (plain, engine):
         prompts = shared_prefixes()[:4]
         wanted = plain.generate(prompts).tokens
         assert engine.generate(prompts).tokens == wanted
-        if not is_cached:
-            assert "ObjectCache is not used" in engine.log
-            assert store.keys() == set()
-            return
         assert len(engine.ask("groups")) == 1
         engine.count("stored_chunks", chunks=25)
         engine.ask("forget")

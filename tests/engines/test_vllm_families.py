@@ -48,7 +48,7 @@ def gemma3(families: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3_reference(engines: Engines, gemma3: Path) -> Iterator[Reference]:
-    """What it says without a store."""
+    """The tokens that it gives without a store."""
     with engines.plain_of(gemma3, enable_prefix_caching=False) as engine:
         yield Reference(engine)
 
@@ -132,7 +132,7 @@ def test_a_server_that_dies_in_a_load_costs_a_recomputation(
 def test_chunks_that_are_lost_are_computed_and_stored_again(
     engines: Engines, gemma3: Path, gemma3_reference: Reference, tmp_path: Path
 ) -> None:
-    """Of all groups, deleted or damaged after they were found; the others of the prompt are loaded."""
+    """Some of all groups are deleted or damaged after they were found; the others of the prompt are loaded."""
     wanted = gemma3_reference.tokens(PROMPTS)
     with (
         filled(engines, gemma3, tmp_path) as store,
@@ -284,21 +284,6 @@ def test_states_of_the_last_token_alone_are_not_cached_and_the_engine_says_so(
 
 
 @FULL
-def test_windows_that_vllm_is_told_to_keep_whole_are_loaded_layer_by_layer(
-    engines: Engines, store: Store, gemma3: Path, gemma3_reference: Reference
-) -> None:
-    """`--disable-hybrid-kv-cache-manager`, as for engines before."""
-    wanted = gemma3_reference.tokens(PROMPTS)
-    for is_warm in (False, True):
-        with engines.cached(connector(store), gemma3, disable_hybrid_kv_cache_manager=True) as engine:
-            outcome = engine.generate_each(PROMPTS)
-            assert outcome.tokens == wanted
-            assert (outcome.count("loaded_tokens") > 0) == is_warm
-            engine.stop()
-    assert {key.split("/")[0] for key in chunks(store)} == {"kv"}
-
-
-@FULL
 def test_host_memory_that_holds_no_row_is_refused(engines: Engines, store: Store, gemma3: Path) -> None:
     with (
         pytest.raises(AssertionError, match="staging_bytes"),
@@ -308,7 +293,7 @@ def test_host_memory_that_holds_no_row_is_refused(engines: Engines, store: Store
 
 
 def chunks(store: Store) -> list[str]:
-    """What is stored but for the tier's note to other engines."""
+    """The objects that are stored, but for the tier's note to other engines."""
     return sorted(key for key in tuple(store.keys()) if not key.endswith("/about"))
 
 
