@@ -30,6 +30,7 @@ def main() -> None:
         scheduled_refusals,
         scheduled_simulation,
         scheduled_stores,
+        scheduled_tier,
     )
     from tests.engines.scheduled_config import make_config
 
@@ -40,6 +41,7 @@ def main() -> None:
         scheduled_refusals,
         scheduled_simulation,
         scheduled_stores,
+        scheduled_tier,
     )
     scenarios = {name: getattr(module, name) for module in modules for name in module.__all__}
     folder = Path(sys.argv[1])

@@ -221,6 +221,13 @@ def test_after_a_reset_nothing_is_taken_from_before_and_nothing_is_written_under
     }
 
 
+def test_after_a_reset_a_tier_has_nothing_and_requests_that_ran_before_store_nothing(player: Player) -> None:
+    """Their KV may be of the weights before. The store is not there: what is to be stored fails."""
+    are_names_new, before, after, is_skipped, is_stored = player.play("reset_of_a_tier")
+    assert (are_names_new, before, after) == (True, "RETRY", "MISS")
+    assert (is_skipped, is_stored) == (True, False)
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 def test_a_request_that_got_an_image_later_is_not_written(player: Player, has_image: bool) -> None:
     """Token ids say nothing of the image in their place."""
