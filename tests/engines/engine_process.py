@@ -111,7 +111,7 @@ class RunningEngine:
         """Empty the engine's prefix cache, and reset the connector with `is_store_too`."""
         return {"is_done": bool(self._llm.reset_prefix_cache(reset_connector=is_store_too))}
 
-    def keys(self, tokens: list[int], salt: str, image: int) -> dict[str, Any]:
+    def keys(self, tokens: list[int], salt: str) -> dict[str, Any]:
         """The keys of the whole chunks of a prompt without an image, in order; of a tier by what vLLM's metrics say of
         it, as a router has them.
         """

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,7 +107,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             _region(getattr(offloading_spec, "_scheduler_mmap", None), primary_kv_view),
             row_bytes,
         )
-        self._publish = lru_cache(1)(partial(_published, config, cards, self._forms, self._options))
+        self._publish = cache(partial(_published, config, cards, self._forms, self._options))
         self._former_labels: tuple[str, ...] | None = None
         self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
         self._live: set[str] = set()
@@ -126,7 +126,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
     @property
     def labels(self) -> tuple[str, ...] | None:
         """The values of TIER_LABELS, None where nothing is published. Known after the first step."""
-        return self._publish(self._space)
+        return self._publish(self._space.prefix)
 
     @property
     def space(self) -> TierSpace:
@@ -338,7 +338,7 @@ def _space(
 
 
 def _published(
-    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], options: TierOptions, space: TierSpace
+    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], options: TierOptions, prefix: str
 ) -> tuple[str, ...] | None:
     """The labels that routers read. None where these could not name the objects: not all is known, or vLLM hashes
     otherwise.
@@ -356,7 +356,7 @@ def _published(
         if (form := forms[group.group_id]) is not None
     ]
     none_hash, tokens_per_hash = kv_cache_utils.NONE_HASH, config.cache.tokens_per_hash
-    return tier_labels(space.prefix, none_hash, tokens_per_hash, groups, options.endpoint, options.bucket)
+    return tier_labels(prefix, none_hash, tokens_per_hash, groups, options.endpoint, options.bucket)
 
 
 def _region(scheduler_mmap: Any, view: memoryview) -> Bytes:
