@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.engines.conftest import Engines, Reference
 from tests.engines.messages import Prompt
+from tests.engines.model import LAYERS
 from tests.engines.prompts import unrelated
 from tests.engines.store import running_store
 from tests.support.waiting import eventually
@@ -64,6 +66,36 @@ def test_an_engine_that_accepts_loss_gets_encoded_chunks_and_another_gets_exact_
             assert store.keys() == before  # what was computed from encoded chunks is in nobody's store
         with engines.cached(store.connector(load="all")) as engine:
             engine.forget()
+            outcome = engine.generate(PROMPT)
+            assert outcome.tokens == tokens
+            assert outcome.count("loaded_chunks") > 0
+            assert outcome.count("lossy_chunks") == 0
+            engine.stop()
+
+
+def test_an_engine_bounds_the_loss_by_what_was_measured_on_its_model(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    """Its keys name the model. An engine with a tighter bound gets exact chunks from the same store."""
+    tokens = reference.tokens(PROMPT)
+    figures = {"kl": 0.125, "kl_high": 0.25, "recall_loss": 0.0, "recall_loss_high": 0.0}
+    model = {
+        "model": "tiny", "layers": LAYERS, "width": 128, "element": "float32", "chunk_tokens": 64, "texts": "",
+        "text_count": 2, "release": "1", "forms": dict.fromkeys(("kivi8-1", "k8v4-1", "kivi4-1"), figures),
+    }  # fmt: skip
+    losses = tmp_path / "losses.json"
+    losses.write_text(json.dumps({"version": 1, "models": [model]}))
+    with running_store(tmp_path / "store", config=f'{CONFIG}losses = "{losses}"\n') as store:
+        with engines.cached(store.connector(lossy={"max_loss": 0.25}, load="all")) as engine:
+            assert engine.generate(PROMPT).tokens == tokens
+
+            def has_come_encoded() -> bool:
+                engine.forget()
+                return engine.generate(PROMPT).count("lossy_chunks") > 0
+
+            assert eventually(has_come_encoded, 120)
+            engine.stop()
+        with engines.cached(store.connector(lossy={"max_loss": 0.2}, load="all")) as engine:
             outcome = engine.generate(PROMPT)
             assert outcome.tokens == tokens
             assert outcome.count("loaded_chunks") > 0
