@@ -32,18 +32,16 @@ class RealModel:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
     @property
-    def kv_shape(self) -> tuple[int, int]:
-        """Layers, and elements of one token's keys in a layer: KV heads times head dimension. Raises
-        UnusableModelError for a model whose layers have different widths.
+    def kv_shape(self) -> tuple[int, int] | None:
+        """Layers, and elements of one token's keys in a layer: KV heads times head dimension. None for a model whose
+        layers have different widths. Raises UnusableModelError.
         """
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
         with torch.inference_mode():
             told = self.model(ids, past_key_values=DynamicCache(), use_cache=True)
         layers: Any = checked_cache(told.past_key_values, 1).layers
         widths = {layer.keys.shape[1] * layer.keys.shape[3] for layer in layers}
-        if len(widths) > 1:
-            raise UnusableModelError(f"its layers have {len(widths)} different widths")
-        return len(layers), widths.pop()
+        return (len(layers), widths.pop()) if len(widths) == 1 else None
 
     @property
     def has_windows(self) -> bool:

@@ -65,6 +65,7 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     path = CODECS if options.content_class is None else (*CLASSES, options.content_class)
     if target is not None:  # before the minutes of measuring
         check_edit(target, lambda text: with_table(text, path, {"kivi4-1": {"quality": 1.0}}))
+        check_edit(target, lambda text: with_values(text, "compression", {"losses": "losses.json"}))
     losses_file = losses_file_of(options, config)
     known = read_losses(losses_file) if losses_file is not None and losses_file.exists() else ()
     named = set(config.compression.codecs)
@@ -102,13 +103,15 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     if options.content_class is None:
         written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
     if target is not None:
-        if losses_file is not None and len(losses[0].samples) > 1:  # one text has no interval
+        if losses_file is None or kv_shape is None or len(losses[0].samples) < 2:
+            print("\nno losses are written: texts of a class, one text, or layers of different widths have none")
+        else:
             model = model_losses(label(short_name(options.quality)), kv_shape, every, of_texts)
             replace_text(losses_file.resolve(), losses_bytes(with_model(known, model)).decode())
             edit_file(target, lambda text: with_values(text, "compression", {"losses": str(losses_file)}))
             print(f"\n{losses_file}: the losses of {model.model} are written")
         edit_file(target, lambda text: with_table(text, path, written))
-        print(f"\n{target}: [{'.'.join(path)}] is written")
+        print(f"{target}: [{'.'.join(path)}] is written")
     else:
         print_unwritten(table_lines(path, written))
     return DONE
@@ -183,10 +186,10 @@ def model_losses(model: str, kv_shape: tuple[int, int], losses: Sequence[FormLos
     )
 
 
-def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str, tuple[int, int]]:
+def measured(options: argparse.Namespace, named: Sequence[str]) -> tuple[list[FormLoss], str, tuple[int, int] | None]:
     """The losses of exact KV, of each codec, and for a losses file of chains of the `named` codecs or the default ones;
-    the name of the texts; and the model's layers with their width. Codecs that drop tokens are
-    measured where they are `named`. Raises OSError, ValueError, RuntimeError.
+    the name of the texts; and the model's layers with their width, where it is the same for all. Codecs that drop
+    tokens are measured where they are `named`. Raises OSError, ValueError, RuntimeError.
     """
     from objectcache.calibration.compute.layer import present_device
     from objectcache.calibration.model_quality import form_losses

@@ -107,14 +107,19 @@ def test_losses_of_several_models_are_in_one_file(tmp_path: Path, monkeypatch: p
     assert table.bucket_models == {"kv": "c"}
 
 
-def test_one_text_writes_no_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One text has no interval, so there is no upper end."""
+@pytest.mark.parametrize(("text_count", "kv_shape"), [(1, (4, 128)), (3, None)])
+def test_one_text_or_layers_of_different_widths_have_no_losses(
+    text_count: int, kv_shape: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One text has no interval, so there is no upper end; a chunk has layers of one width. Qualities stay."""
     config = tmp_path / "objectcache.toml"
-    losses = [replace(each, samples=each.samples[:1]) for each in measured_forms(0.5)]
-    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "one", (4, 128)))
+    losses = [replace(each, samples=each.samples[:text_count]) for each in measured_forms(0.5)]
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options, named: (losses, "one", kv_shape))
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.decode_rates", lambda rounds: RATES)
     assert run(["calibrate", "quality", "a", __file__, "--config", str(config)]) == 0
     assert list(tmp_path.iterdir()) == [config]
     assert load_config(config).compression.losses is None
+    assert "kivi4-1" in load_config(config).compression.codecs
 
 
 @pytest.mark.parametrize("damage", ["cut", "a field", "no file"])
