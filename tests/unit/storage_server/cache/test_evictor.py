@@ -546,14 +546,14 @@ async def test_empty_objects_leave_where_the_index_may_not_grow(
     store = EmbeddedStore(settings)
     await store.start()
     await store.objects.create_bucket("k", "cached")
+    for number in range(32):
+        await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 0), BytesBody(b""))
+    assert len(await _keys(store)) == 32
+    monkeypatch.setattr(space.Space, "has_index_room", property(lambda _: len_of(store) < 8))
+    with pytest.raises(ServerError, match="no room for the index"):  # nothing is evicted yet
+        await store.objects.put_object("k", PutRequest("cached", "refused", 0), BytesBody(b""))
     running = asyncio.create_task(store.evictor.run())
     try:
-        for number in range(32):
-            await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 0), BytesBody(b""))
-        assert len(await _keys(store)) == 32
-        monkeypatch.setattr(space.Space, "has_index_room", property(lambda _: len_of(store) < 8))
-        with pytest.raises(ServerError, match="no room for the index"):
-            await store.objects.put_object("k", PutRequest("cached", "refused", 0), BytesBody(b""))
         await until(lambda: len_of(store) < 8)
         await store.objects.put_object("k", PutRequest("cached", "taken", 0), BytesBody(b""))
     finally:
