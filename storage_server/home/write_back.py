@@ -17,6 +17,7 @@ from descriptors.objects import ObjectInfo, PutRequest
 from descriptors.storage_api import Body, Piece
 from descriptors.units import MIB
 from objectcache.adapters.breaker import back_off_s
+from objectcache.adapters.kept_errors import without_frames
 from objectcache.adapters.threads import to_end
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.key_locks import KeyLocks, Name
@@ -305,7 +306,7 @@ class WriteBack:
             if dirty.problem is None:
                 self._refused_count += 1
                 _log.warning("%s/%s stays here alone: %s", *name, error)
-            dirty.problem = error
+            dirty.problem = without_frames(error)
             delay_s = REFUSED_AGAIN_S
         self._timers[name] = asyncio.get_running_loop().call_later(delay_s, self._again, name)
         if is_passing and error.code is ErrorCode.SLOW_DOWN:

@@ -19,6 +19,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerE
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
+from objectcache.adapters.kept_errors import without_frames
 from objectcache.adapters.threads import HERE_BYTES_MAX, computed, to_end
 from storage_server.delivery.gather.coming import Arrival, ComingExtent
 from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landing
@@ -400,6 +401,8 @@ class Fetch:
         self._ways.tags.note(self._bucket, self._key, info.etag)
 
     def _end_with(self, error: ObjectCacheError) -> None:
+        """Keep the error for those that wait, without its frames: they have pieces of the answer, and this fetch."""
+        without_frames(error)
         if self._arrival is not None:
             self._arrival.fail(error)
         elif not self.begun.done():

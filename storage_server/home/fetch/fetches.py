@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
@@ -117,7 +118,7 @@ class Fetches:
         """Begin to read these chunks, as far as there is room for it. A chunk that is still on its way after `wait_s`,
         and that nobody has asked for, is given up.
         """
-        begun = []
+        begun = set[Fetch]()
         for key in keys:
             room = min(
                 PREFETCHES_MAX - self._prefetching.total(),
@@ -126,7 +127,9 @@ class Fetches:
             if room < 1 or self._is_full(bucket):
                 break
             if (bucket, key) not in self._running:
-                begun.append(self._begun(bucket, key, 0, None, waves=1))
+                fetch = self._begun(bucket, key, 0, None, waves=1)
+                begun.add(fetch)
+                fetch.task.add_done_callback(partial(_forget, begun, fetch))  # not kept until `wait_s` are over
         if begun:
             asyncio.get_running_loop().call_later(wait_s, _give_up, begun)
 
@@ -211,7 +214,11 @@ class Fetches:
         self.fetched_bytes += fetch.fetched_bytes
 
 
-def _give_up(fetches: Sequence[Fetch]) -> None:
+def _forget(fetches: set[Fetch], fetch: Fetch, _: asyncio.Task[None]) -> None:
+    fetches.discard(fetch)
+
+
+def _give_up(fetches: Collection[Fetch]) -> None:
     for fetch in fetches:
         if not fetch.is_wanted:
             fetch.task.cancel()

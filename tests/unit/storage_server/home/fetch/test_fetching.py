@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from descriptors.chunk_names import is_chunk_key
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import BodyDigests, ChecksumAlgorithm
+from descriptors.objects import BodyDigests, ChecksumAlgorithm, ReadRequest
 from storage_server.delivery.gather.landing import Landing
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetches import Fetches
@@ -28,7 +31,7 @@ from storage_server.home.s3.turns import HOLD_S, Turns
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.settings import StorageSettings
 from tests.support.chunks import BytesBody
-from tests.support.waiting import settled
+from tests.support.waiting import settled, until
 from tests.unit.played_time import PlayedTime
 
 
@@ -274,3 +277,43 @@ async def test_of_a_body_that_is_not_what_it_should_be_less_is_sent_than_announc
     assert refused.value.code is code
     assert sent.failure is refused.value
     assert on_wire < announced
+
+
+class _Piece(bytearray):
+    """Bytes that can be referred to weakly."""
+
+
+class _FailingObjects:
+    """A home whose answers fail when their first bytes have come. `pieces` are those bytes, weakly."""
+
+    def __init__(self) -> None:
+        self.pieces = list[weakref.ref[_Piece]]()
+
+    @asynccontextmanager
+    async def open_range(self, request: ReadRequest) -> AsyncIterator[Any]:
+        piece = _Piece(4096)
+        self.pieces.append(weakref.ref(piece))
+        await asyncio.sleep(0)
+        try:
+            raise ValueError("a head that makes no sense")
+        except ValueError as error:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, "the answer makes no sense", retryable=True) from error
+        yield
+
+
+async def test_what_is_read_ahead_in_vain_keeps_no_bytes(tmp_path: Path) -> None:
+    """The timer that gives reads up knew each read to its end, and the error of a read has the frames of its answer."""
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path))
+    await store.start()
+    objects: Any = _FailingObjects()
+    fetches = Fetches(objects, store, KeyLocks(), 4, Landing(0))
+    gc.collect()
+    gc.disable()
+    try:
+        fetches.prefetch("bucket", [f"key{number}" for number in range(20)], wait_s=3600)
+        await until(lambda: not fetches.running_count and len(objects.pieces) == 20)
+        assert [piece() for piece in objects.pieces] == [None] * 20
+    finally:
+        gc.enable()
+    await fetches.close()
+    store.close()
