@@ -19,6 +19,7 @@ from pathlib import Path
 
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.home.directory.membership import FORMAT_NAME
+from storage_server.home.directory.rules.clock import SHOWN_STEP_S
 from storage_server.home.directory.rules.records import FILE_ID, WRITERS, writer_of
 from storage_server.kernel.beside import FilesBeside
 from storage_server.kernel.data.disk import Disk
@@ -32,8 +33,18 @@ BEATS_KEPT = 8
 """The time is taken from so many beats: after them a clock of the file system that was set back is followed."""
 ALIVE = "alive"
 """The file whose time says when its writer was last seen."""
+SHOWN = "shown"
+"""The file whose time is the latest one that its writer has seen on the file system's clock, to SHOWN_STEP_S."""
 STRIPES = ("-c", "16", "-S", "4m")
 """CASCADE, section III-D: files lie on 16 object storage targets, in stripes of 4 MiB."""
+
+
+def _touched(place: Beneath) -> float:
+    try:
+        return place.touch()
+    except UnsafeFileError:  # it has several names, which backups make, or is something else
+        place.write(b"")
+        return place.touch()
 
 
 def stripe(folder: Path) -> None:
@@ -56,6 +67,8 @@ class SharedFiles(FilesBeside):
         self._beaten_s = float("-inf")
         self._ahead_s: tuple[float, ...] = ()
         """How far the file system's time was ahead of the steady clock at the last beats."""
+        self.own_shown_s = float("-inf")
+        """The time of the own file SHOWN, as it was known at the last beat."""
         self.tells_whole_seconds = False
         """Whether the file system's times have no fractions, so that servers differ by up to a second."""
         self._dead: dict[str, float] = {}
@@ -128,16 +141,34 @@ class SharedFiles(FilesBeside):
         return False
 
     def beat(self) -> None:
-        """Show that this server is alive, and take the time from the file system. Raises OSError."""
-        begun_s, alive = time.monotonic(), self._writers / self._writer / ALIVE
-        try:
-            touched_s = alive.touch()
-        except UnsafeFileError:  # it has several names, which backups make, or is something else
-            alive.write(b"")
-            touched_s = alive.touch()
+        """Show that this server is alive, and take the time from the file system. A time that has leapt back again
+        before others could be shown it does not count. Raises OSError.
+        """
+        begun_s = time.monotonic()
+        touched_s = _touched(self._writers / self._writer / ALIVE)
+        ahead_s = touched_s - time.monotonic()
         self._beaten_s = begun_s
-        self._ahead_s = (*self._ahead_s, touched_s - time.monotonic())[-BEATS_KEPT:]
+        if touched_s > self.own_shown_s + SHOWN_STEP_S:
+            self._show(touched_s)
+            if touched_s > self.own_shown_s + SHOWN_STEP_S:
+                return
+        self._ahead_s = (*self._ahead_s, ahead_s)[-BEATS_KEPT:]
         self.tells_whole_seconds = touched_s.is_integer()
+
+    def _show(self, now_s: float) -> None:
+        """Keep the present time of the file system as that of a file, where none keeps it: since nobody can set it, all
+        servers believe it.
+        """
+        self.own_shown_s = self.shown_s(self._writer)
+        if now_s > self.own_shown_s + SHOWN_STEP_S:
+            self.own_shown_s = _touched(self._writers / self._writer / SHOWN)
+
+    def shown_s(self, writer: str) -> float:
+        """The latest time that the file system's clock has shown to a writer, in Unix seconds; none is 0."""
+        try:
+            return (self._writers / writer / SHOWN).status().st_ctime
+        except OSError:
+            return 0.0
 
     def is_beating(self) -> bool:
         """Whether the last sign of life is so young that nobody can take this server for a silent one yet."""

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from storage_server.home.directory.journal import (
 from storage_server.home.directory.journal_problems import JournalProblems
 from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules.clock import StampClock
-from storage_server.home.directory.rules.records import WRITER, WRITERS
+from storage_server.home.directory.rules.records import TOO_LATE, WRITER, WRITERS
 from storage_server.home.directory.rules.shares import Shares
 from storage_server.home.service import OnChanged, Shown
 from storage_server.kernel.data.io_threads import IoThreads
@@ -38,6 +38,9 @@ LATE_ROWS = 4_000
 """So much of a late journal is read at once, and so long as that took it is left alone then."""
 IN_VAIN_BYTES_MAX = 64 << 10
 """A journal of which more was read, and nothing is new, has no claim to be waited for once its share is spent."""
+FURTHER_US = 60_000_000
+"""A journal with a stamp of the future is read again where such a stamp may be so many microseconds later than before.
+"""
 TOLD_AT_ONCE = 500
 """The event loop hears of so many changes in a few milliseconds."""
 RENEWALS_WAITED_FOR = 2
@@ -51,15 +54,24 @@ _log = logging.getLogger(__name__)
 
 class Following:
     """Follows the journals beneath `root` other than that of `writer`. `clock` is told of every stamp, in the
-    committer's thread. Used on one event loop.
+    committer's thread. `shown_s` gives the latest time that a writer has seen. Used on one event loop.
     """
 
-    def __init__(self, root: Path, writer: str, committer: Committer, clock: StampClock, patience_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        writer: str,
+        committer: Committer,
+        clock: StampClock,
+        patience_s: float,
+        shown_s: Callable[[str], float],
+    ) -> None:
         self._root = root
         self._writer = writer
         self._committer = committer
         self._clock = clock
         self._patience_s = patience_s
+        self._shown_s = shown_s
         self._io = IoThreads(1)
         self._places: dict[str, JournalPlace] = {}
         self._shares = Shares()
@@ -217,9 +229,13 @@ class Following:
         return found, []
 
     def _read_on(self, folder: Beneath, budget_bytes: int, budget_rows: int) -> ReadJournal:
-        place = self._places.get(folder.name, JournalPlace())
+        place, latest = self._places.get(folder.name, JournalPlace()), self._clock.latest
         try:
-            journal = read_journal(folder, place, budget_bytes, budget_rows, self._clock.latest)
+            journal = read_journal(folder, place, budget_bytes, budget_rows, latest)
+            if journal.problem is not None and journal.problem.endswith(TOO_LATE):
+                self._clock.note_shown(self._shown_s(folder.name))  # its time may have been shown all the same
+                if self._clock.latest > latest + FURTHER_US:
+                    journal = read_journal(folder, place, budget_bytes, budget_rows, self._clock.latest)
         except OSError as error:
             return ReadJournal(folder.name, place, problem=str(error), error_number=error.errno or 0)
         if not (journal.is_whole or journal.pieces or journal.problem):

@@ -6,6 +6,7 @@ III-D to III-F).
     ROOT/writers/<writer>/journal-<n>         what it has changed
     ROOT/writers/<writer>/succession-<n>      where journal n goes on from the one before
     ROOT/writers/<writer>/alive               when it was there last
+    ROOT/writers/<writer>/shown               the latest time that it has seen
     DATA/shared/index.sqlite3                 what all journals together say, in each server's own data directory
 
 No two servers write one file, so none takes a lock. A change is made when its record is durable in the own journal;
@@ -34,7 +35,7 @@ from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
 from storage_server.home.directory.rewriting import Rewriting
-from storage_server.home.directory.rules.clock import ClockError, StampClock
+from storage_server.home.directory.rules.clock import SHOWN_STEP_S, ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
     WRITERS,
@@ -119,7 +120,7 @@ class SharedDirectory:
         self.reader = IndexReader(self._index)
         self._io = IoThreads(IO_THREADS)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
-        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self.files.beat)
+        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self._beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
         bodies = BodyWriter(
@@ -148,7 +149,9 @@ class SharedDirectory:
             watcher=watcher,
             whole_bytes_max=OBJECT_BYTES_MAX,
         )
-        self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
+        self.following = Following(
+            root, writer, self.committer, self._clock, settings.read_timeout_s, self.files.shown_s
+        )
         self.upkeep = SharedUpkeep(
             root=root,
             writer=writer,
@@ -194,7 +197,7 @@ class SharedDirectory:
 
     async def start(self) -> None:
         """Read all journals to their ends, and begin to follow them."""
-        await asyncio.to_thread(self.files.beat)
+        await asyncio.to_thread(self._beat)
         self.upkeep.rewritten_bytes = await self.committer.commit(self._open_journal)
         long_start = asyncio.get_running_loop().call_later(
             LONG_S, _log.warning, "reading what other servers have written to the shared directory: the first time, and"
@@ -231,12 +234,18 @@ class SharedDirectory:
         self.reader.close()
         self.files.close()
 
+    def _beat(self) -> None:
+        self.files.beat()
+        self._clock.note_shown(self.files.own_shown_s)
+
     def _open_journal(self, tx: Transaction) -> int:
         """In the committer's thread, which alone uses the journal. How long it was when it was written anew."""
         merge.prepare(tx)
         writer = self._membership.writer
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
-        self._clock.observe(merge.last_stamp(tx.db))
+        last = merge.last_stamp(tx.db)
+        self._clock.observe(last)
+        self._clock.note_shown(last / 1e6 - SHOWN_STEP_S)  # this server has taken it over, so it has seen such a time
         coming = merge.coming(tx.db)
         self._journal.open(generation, position, coming)
         self.catch_up(tx)

@@ -3,6 +3,9 @@ later one knows the earlier one, the later one has the greater stamp, however wr
 logical clock). The time of day is that of the shared file system, which all servers see alike. A stamp that is more
 than AHEAD_S later is not taken over yet, and none is given: changes of a server whose stamps run ahead would hide those
 of all others.
+
+The clock of a file system may leap years ahead, and come back. Then stamps go on behind those of the leap, since the
+changes that were answered meanwhile hold. So "later" counts from the latest time that the file system has ever shown.
 """
 
 from __future__ import annotations
@@ -10,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 AHEAD_S = 86_400.0
+SHOWN_STEP_S = AHEAD_S / 2
+"""The times that a file system has shown are known to this step."""
+TIME_S_MAX = 250_000_000_000.0
+"""A later time, of the year 9892, is taken for this one: stamps end with the year 9999, and need room behind it."""
 
 
 class ClockError(Exception):
@@ -17,24 +24,29 @@ class ClockError(Exception):
 
 
 class StampClock:
-    """Used by one thread, but for `latest`. `now_s` gives Unix seconds."""
+    """Used by one thread, but for `latest` and `note_shown`. `now_s` gives Unix seconds."""
 
     def __init__(self, now_s: Callable[[], float], last: int) -> None:
         self._now_s = now_s
         self._last = last
+        self._shown_s = 0.0
 
     def observe(self, stamp: int) -> None:
         """Note that this stamp was seen."""
         self._last = max(self._last, stamp)
 
+    def note_shown(self, shown_s: float) -> None:
+        """Note that the clock of the file system has shown this time. May be called from any thread."""
+        self._shown_s = max(self._shown_s, shown_s)
+
     @property
     def latest(self) -> int:
         """The latest stamp that makes sense now."""
-        return int((self._now_s() + AHEAD_S) * 1e6)
+        return int((min(max(self._now_s(), self._shown_s), TIME_S_MAX) + AHEAD_S) * 1e6)
 
     def stamp(self) -> int:
         """A stamp behind all that were given or seen. Raises ClockError where others would not take it over."""
-        stamp = max(self._last + 1, int(self._now_s() * 1e6))
+        stamp = max(self._last + 1, int(min(self._now_s(), TIME_S_MAX) * 1e6))
         if stamp > self.latest:
             ahead_s = stamp / 1e6 - self._now_s()
             raise ClockError(

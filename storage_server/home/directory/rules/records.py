@@ -59,6 +59,8 @@ OBJECT_BYTES_MAX = 160 * GIB
 FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 253_402_300_799_000_000
 """The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
+TOO_LATE = "s later than any may be now"
+"""So ends the problem of a journal that has such a stamp."""
 BODIES_MAX = PART_NUMBER_MAX
 RULE_VALUES_MAX = 10_000
 """Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
@@ -237,7 +239,7 @@ def decode(data: bytes, stamp_max: int = STAMP_MAX, rows_max: int = SIZE_MAX) ->
 def lateness(records: Iterable[Record], stamp_max: int) -> str | None:
     """Why these records cannot be used yet; None where they can."""
     late = max((record.stamp for record in records), default=0) - stamp_max
-    return f"a stamp {late / 1e6:.0f} s later than any may be now" if late > 0 else None
+    return f"a stamp {late / 1e6:.0f} {TOO_LATE}" if late > 0 else None
 
 
 def whole_frames(data: bytes) -> int:
