@@ -115,6 +115,7 @@ class News:
             else:
                 cache.books.expected.add(noted.bucket, noted.keys, noted.matched)
                 if noted.lease_s > 0:
+                    cache.books.follow(noted.at)
                     cache.books.lease(noted.bucket, noted.keys[: noted.matched], noted.at + noted.lease_s)
 
     def not_asked(self, victims: list[Victim]) -> list[Victim]:

@@ -78,6 +78,12 @@ class AwaitedLeases:
             largest = max(self._ends, key=lambda bucket: len(self._ends[bucket]))
             self.take((largest, next(iter(self._ends[largest]))))
 
+    def set_back(self, back_s: float) -> None:
+        """Have all leases end so much earlier."""
+        for ends in self._ends.values():
+            for key in ends:
+                ends[key] -= back_s
+
     def take(self, name: Name) -> float | None:
         """The end of the lease, which is forgotten; None where there is none."""
         bucket, key = name

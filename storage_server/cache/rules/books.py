@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
 
 RESTORING_FACTOR = 8
 """While objects of before a restart come back, so many times as many leases wait for theirs."""
+SET_BACK_S = 60.0
+"""A clock that is so much behind the time that it has told was set back."""
 LATE_S = 60.0
 """A copy that came so long after its object was stored has a use of its own to be written down."""
 
@@ -49,6 +52,8 @@ class Books:
         self._leaving: dict[Name, Victim] = {}
         """Those that are to leave with the next `leaving`, and are among the entries no more."""
         self._now = 0.0
+        self._told = -math.inf
+        """The time that the clock told last."""
 
     @property
     def used_bytes(self) -> int:
@@ -136,6 +141,21 @@ class Books:
                 self.unwritten.note(name)
                 self.unwritten.note_lease(name)
 
+    def follow(self, now: float) -> None:
+        """Note what the clock tells. Where it was set back, leases end by as much earlier: else they would hold their
+        part of the cache for as long, and no later lease would have an effect.
+        """
+        back_s, self._told = self._told - now, now
+        if back_s <= SET_BACK_S:
+            return
+        leased = [(name, entry, entry.leased_until) for name, entry in self._entries.items()]
+        for name, entry, until in leased:
+            if until is not None:
+                self._entries[name] = entry._replace(leased_until=until - back_s)
+                self._ends.note(name, until - back_s)
+        self._awaited.set_back(back_s)
+        self.unwritten.forget_written_leases()
+
     def restore(self, found: Iterable[tuple[Name, Entry]], now: float) -> None:
         """Take over what was known before a restart, those first whose last use is longest ago; more may follow, and
         objects that are known are passed over. Nothing leaves before the next `leaving`. Only leases may have come
@@ -186,6 +206,7 @@ class Books:
         """The objects that must leave so that the others take at most `capacity_bytes`, children before parents, and
         those whose time has come. They are forgotten here: a caller that could not delete one puts it again.
         """
+        self.follow(now)
         self._now = max(self._now, now)
         for name in self._ends.due(now):
             self._set(name, _without_past_holds(self._entries[name], now))

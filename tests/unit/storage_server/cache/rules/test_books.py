@@ -16,7 +16,7 @@ from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.reuse_classes import Use, class_path
 from storage_server.cache.policies.reuse_value import ReuseValue
 from storage_server.cache.rules import awaited
-from storage_server.cache.rules.books import Books, Victim
+from storage_server.cache.rules.books import SET_BACK_S, Books, Victim
 from storage_server.cache.rules.entry import Entry, Name
 from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S
@@ -340,6 +340,37 @@ def test_a_lease_of_a_clock_that_was_ahead_ends_within_the_longest_lease() -> No
     books = made()
     restore(books, [((BUCKET, "a"), entry(1.0, leased_until=1e9))])
     assert [entry.leased_until for _, entry in books.unwritten.leased()] == [20.0 + LEASE_S_MAX + LEASE_SPARE_S]
+
+
+def test_leases_end_in_their_time_where_the_clock_is_set_back() -> None:
+    """They held half of the cache for as long as the clock had gone back, and later leases had no effect."""
+    books = filled("abc", made(4))
+    books.leaving(4, 4000.0)
+    books.lease(BUCKET, ["a", "x"], 4020.0)
+    books.follow(400.0)
+    books.lease(BUCKET, ["b"], 430.0)
+    books.put((BUCKET, "x"), entry(410.0))
+    assert left(books.leaving(2, 410.0)) == "c"
+    assert sorted(left(books.leaving(0, 421.0))) == ["a", "x"]
+    assert left(books.leaving(0, 431.0)) == "b"
+
+
+def test_leases_stay_where_the_clock_is_a_little_behind_what_it_has_told() -> None:
+    books = filled("ab", made())
+    books.leaving(4, 100.0)
+    books.lease(BUCKET, ["a"], 120.0)
+    books.follow(100.0 - SET_BACK_S)
+    assert left(books.leaving(0, 119.0)) == "b"
+
+
+def test_a_lease_is_written_down_anew_where_the_clock_is_set_back() -> None:
+    """A restart would believe the end that was written down before."""
+    books = filled("a", made())
+    books.leaving(4, 4000.0)
+    books.lease(BUCKET, ["a"], 4020.0)
+    assert [entry.leased_until for _, entry in books.unwritten.leased()] == [4020.0 + LEASE_SPARE_S]
+    books.leaving(4, 400.0)
+    assert [entry.leased_until for _, entry in books.unwritten.leased()] == [420.0 + LEASE_SPARE_S]
 
 
 @pytest.mark.parametrize("eviction", Eviction)
