@@ -24,6 +24,8 @@ GHOST_COUNT_MAX = 1 << 17
 """Chunks that are not in memory, and whose uses are remembered."""
 KINDS_MAX, ERRORS_MAX = 1024, 4096
 """Kinds of readers, and errors of codecs in buckets, that are remembered."""
+CHUNK_ERRORS_MAX = 8 * len(Codec)
+"""Errors of one chunk that are remembered: those of eight shapes in all codecs."""
 ENCODABLE_BYTES_MAX = 256 << 20
 """Larger chunks stay exact, since a chunk is encoded as a whole."""
 EXPONENT_MAX = 400.0
@@ -207,7 +209,10 @@ class UtilityPolicy:
             self._leave(key)
 
     def _note_chunk_error(self, key: Key, shape: LayerShape, codec: Codec, cost: _Cost) -> None:
-        self._chunk_errors[key] = self._chunk_errors.get(key, {}) | {(shape, codec): cost}
+        errors = self._chunk_errors.setdefault(key, {})
+        errors[shape, codec] = cost
+        if len(errors) > CHUNK_ERRORS_MAX:  # whoever reads a chunk says its shape
+            del errors[next(iter(errors))]
         self._chunk_errors.move_to_end(key)
         if len(self._chunk_errors) > GHOST_COUNT_MAX:
             self._chunk_errors.popitem(last=False)

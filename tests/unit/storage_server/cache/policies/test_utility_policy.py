@@ -338,6 +338,17 @@ def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.Monkey
         assert books.policy.known_count <= 60
 
 
+def test_errors_of_a_chunk_are_remembered_for_a_few_shapes() -> None:
+    """Each reader says the shape of a chunk, and a chunk of some megabytes has thousands."""
+    policy = UtilityPolicy(EXACT, SETTINGS)
+    shapes = [LayerShape(tokens, 128, Element.BFLOAT16) for tokens in range(1, 200)]
+    for shape in shapes:
+        policy.note_unencodable(("file", 0), shape)
+    (errors,) = policy._chunk_errors.values()
+    assert len(errors) == policy_module.CHUNK_ERRORS_MAX
+    assert {shape for shape, _ in errors} == set(shapes[-8:])
+
+
 def test_counts_do_not_overflow() -> None:
     """Half-lives without end: frequencies are scaled down on the way, and choices stay the same."""
     books = Books(UtilityPolicy(2 * EXACT, UtilitySettings(FIGURES, half_life_s=1.0)))
