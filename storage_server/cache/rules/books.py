@@ -226,7 +226,7 @@ class Books:
                 held.append(name)
             else:
                 self.remove(name)
-                self._to_leave(name, entry)
+                self._leaving[name] = Victim(*name, entry)
         for name in held:  # looked at again after as long a time
             self._births.note(name, now)
 
@@ -258,12 +258,8 @@ class Books:
             if entry is not None:
                 known = str(name[0]), str(name[1])
                 self._forget(known)
-                self._to_leave(known, entry)
-
-    def _to_leave(self, name: Name, entry: Entry) -> None:
-        """Behind those that leave already: children before parents."""
-        self._leaving.pop(name, None)
-        self._leaving[name] = Victim(*name, entry)
+                self._leaving.pop(known, None)  # behind those that leave already: children before parents
+                self._leaving[known] = Victim(*known, entry)
 
     def _set(self, name: Name, entry: Entry) -> None:
         """Replace what is known of an object, and hold it, or let it go, as that says."""

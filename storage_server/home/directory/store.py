@@ -150,7 +150,12 @@ class SharedDirectory:
             whole_bytes_max=OBJECT_BYTES_MAX,
         )
         self.following = Following(
-            root, writer, self.committer, self._clock, settings.read_timeout_s, self.files.shown_s
+            root=root,
+            writer=writer,
+            committer=self.committer,
+            clock=self._clock,
+            patience_s=settings.read_timeout_s,
+            shown_s=self.files.shown_s,
         )
         self.upkeep = SharedUpkeep(
             root=root,
