@@ -17,10 +17,11 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from objectcache.adapters.name_lookups import NameLookups
 
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 GREETING: Final = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -32,8 +33,11 @@ CONNECT_S: Final = 5.0
 MORE, LONG, COMMAND = 1, 2, 4
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """A host that vanishes without a word is noticed after a minute."""
-_RESOLVER: Final = ThreadPoolExecutor(64, "objectcache-zmtp-names")
-"""So many names of hosts may be slow before others wait. A thread is made when a name needs it."""
+PUBLISHER_NAMES_MAX: Final = 64
+"""So many names of publishers may be slow before others wait. They have places of their own, since engines choose them,
+and connections to engines must not wait for those.
+"""
+_lookups: WeakKeyDictionary[asyncio.AbstractEventLoop, NameLookups] = WeakKeyDictionary()
 _log = logging.getLogger(__name__)
 
 
@@ -245,8 +249,11 @@ async def _address_of(host: str, port: int) -> str:
     """Names are looked up in threads of their own: a name server that does not answer must not hold up other work."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_RESOLVER, look_up)
+    loop = asyncio.get_running_loop()
+    lookups = _lookups.get(loop)
+    if lookups is None:
+        lookups = _lookups[loop] = NameLookups(PUBLISHER_NAMES_MAX)
+    found = await lookups.find(host, port, kind=socket.SOCK_STREAM)
     return str(found[0][4][0])
 
 

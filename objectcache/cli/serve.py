@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 
-import uvloop
 from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
@@ -34,6 +33,7 @@ from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.adapters.limited_server import LimitedServer
 from objectcache.adapters.long_lived import note_long_lived
+from objectcache.adapters.name_lookups import ServerLoop
 from objectcache.adapters.tls_door import CONNECTION_BYTES, TlsDoor
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
@@ -316,7 +316,7 @@ def run(
     """
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
         runner.run(_until_stopped(name, make_server, rereads or {}, keys_from, until_stdin_ends=until_stdin_ends))
 
 

@@ -1,0 +1,97 @@
+"""A name server that does not answer keeps no connection waiting, but those to the names that it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from objectcache.adapters.name_lookups import NAMES_MAX, NameLookups, ServerLoop
+
+HUNG = ".hung.example"
+
+
+@pytest.fixture
+def name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Names that end in HUNG are not found before the event."""
+    answers = threading.Event()
+    real = socket.getaddrinfo
+
+    def played(host: Any, port: Any, family: int = 0, kind: int = 0, protocol: int = 0, flags: int = 0) -> Any:
+        if str(host).endswith(HUNG) and not flags & socket.AI_NUMERICHOST:
+            answers.wait(60)
+            return real("127.0.0.1", port, family, kind, protocol)
+        return real(host, port, family, kind, protocol, flags)
+
+    monkeypatch.setattr(socket, "getaddrinfo", played)
+    yield answers
+    answers.set()
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
+        runner.run(story)
+
+
+async def _answer(_: web.BaseRequest) -> web.Response:
+    return web.Response(text="here")
+
+
+def test_an_address_is_reached_while_names_are_looked_up(name_server: threading.Event) -> None:
+    """Uvloop asks for the address of each connection where it looks names up: two slow names stopped all of them."""
+
+    async def story() -> None:
+        runner = web.ServerRunner(web.Server(_answer))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession() as http:
+            slow = [asyncio.create_task(http.get(f"http://engine{at}{HUNG}:{port}/")) for at in range(8)]
+            async with asyncio.timeout(30), http.get(f"http://127.0.0.1:{port}/") as answer:
+                assert await answer.text() == "here"
+            assert not any(each.done() for each in slow)
+            name_server.set()
+            for each in slow:
+                assert (await each).status == 200
+        await runner.cleanup()
+
+    run(story())
+
+
+def test_a_loop_ends_while_names_are_looked_up(name_server: threading.Event) -> None:
+    """A stop does not wait for a name server, either."""
+
+    async def story() -> None:
+        lookups = NameLookups(NAMES_MAX)
+        hung = asyncio.create_task(lookups.find(f"engine{HUNG}", 80))
+        await asyncio.sleep(0)  # it begins
+        hung.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hung
+
+    run(story())
+    assert not name_server.is_set()
+
+
+def test_so_many_names_are_looked_up_at_once_and_numbers_in_between(name_server: threading.Event) -> None:
+    """A thread keeps its place until it ends, also where nobody waits for it any more."""
+
+    async def story() -> None:
+        lookups = NameLookups(1)
+        first = asyncio.create_task(lookups.find(f"first{HUNG}", 80))
+        await asyncio.sleep(0)  # it begins
+        first.cancel()
+        second = asyncio.create_task(lookups.find(f"second{HUNG}", 80))
+        assert (await lookups.find("127.0.0.1", 80, kind=socket.SOCK_STREAM))[0][4] == ("127.0.0.1", 80)
+        assert not second.done()
+        name_server.set()
+        assert (await second)[0][4] == ("127.0.0.1", 80)
+
+    run(story())
