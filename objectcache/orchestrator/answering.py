@@ -39,6 +39,11 @@ class Answering:
         self._http = http
         self._kind = kind
         self._began_s = time.monotonic()
+        self._tried: list[str] = []
+        """The engines that have refused the request, or failed."""
+        self._refused: list[str] = []
+        """Those that have refused what every engine of the model should answer."""
+        self._failure: AttemptFailed | None = None
         self._is_begun = False
         """Whether the client may have some of the answer, so that its status is out."""
 
@@ -154,7 +159,7 @@ class Answering:
             for _ in range(ATTEMPTS_MAX):
                 await self._engine_comes(model, tenant, until_s)
                 needed = _tokens_about(exchange) + exchange.asked.output_tokens
-                only = parts.roster.only_engine(model, self._home(exchange))
+                only = self._only_engine(exchange)
                 admitted = parts.gate.admitted(receipt.request_id, tenant, needed, until_s, only)
                 async with admitted as exchange.place:
                     receipt.waited_s += exchange.place.waited_s
@@ -200,44 +205,44 @@ class Answering:
                     raise Refusal(503, problem, code="no_engine", retry_after_s=1)
 
     async def _routed(self, exchange: Exchange) -> web.StreamResponse | None:
-        """Send the request, to another engine where one fails before it has answered. None where all engines are gone
-        and one may come back.
+        """Send the request, to another engine where one fails before it has answered. None where it has to wait for a
+        place anew: all engines are gone and one may come back, or the only one that is left has its part of the places.
         """
         receipt, parts = exchange.receipt, self._parts
         await self._look_up(exchange)
-        tried: list[str] = []
-        failure: AttemptFailed | None = None
-        refused: list[str] = []
-        while len(tried) < ATTEMPTS_MAX:
+        while len(self._tried) < ATTEMPTS_MAX:
             try:
                 async with parts.deciding.turn(exchange.body.caller):
-                    routed = self._decided(exchange, tried)
+                    if exchange.place is not None and not exchange.place.may_go_to(self._only_engine(exchange)):
+                        return None
+                    routed = self._decided(exchange, self._tried)
                     parts.router.sent(routed, exchange.asked, receipt.request_id, exchange.prompt)
                     if exchange.place is not None:
                         exchange.place.sent(routed.engine.name)
             except NoEngineError as error:
                 if error.status == 503 and parts.roster.may_come(exchange.asked.model):
+                    self._tried, self._refused, self._failure = [], [], None
                     return None
-                if failure is not None:
+                if self._failure is not None:
                     break
                 retry_after_s = 1 if error.status == 503 else 0
                 raise Refusal(error.status, str(error), code="no_engine", retry_after_s=retry_after_s) from None
-            tried.append(routed.engine.name)
+            self._tried.append(routed.engine.name)
             try:
                 response = await self._sent(exchange, routed)
             except AttemptFailed as error:
                 parts.meter.failed_over()
                 receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
-                failure = error
+                self._failure = error
                 if is_refusal(error, exchange.asked):
-                    refused.append(routed.engine.name)
+                    self._refused.append(routed.engine.name)
             else:
                 if response.status == 200:
-                    parts.roster.blame(refused, exchange.asked.model)
+                    parts.roster.blame(self._refused, exchange.asked.model)
                 return response
-        if failure is not None and failure.answer is not None:
-            return failure.answer
-        raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
+        if self._failure is not None and self._failure.answer is not None:
+            return self._failure.answer
+        raise Refusal(502, f"no engine has answered: {self._failure}", code="engine_lost", retry_after_s=1)
 
     async def _look_up(self, exchange: Exchange) -> None:
         """Have the prompt with the store's answers, computed by a prefill engine where that is wanted."""
@@ -260,6 +265,10 @@ class Answering:
         receipt.routed(routed.decision)
         parts.meter.decided(routed.decision, receipt.decide_s)
         return routed
+
+    def _only_engine(self, exchange: Exchange) -> str:
+        """The only engine that can answer the request now, where others take requests, too; else empty."""
+        return self._parts.roster.only_engine(exchange.asked.model, self._home(exchange), self._tried)
 
     def _home(self, exchange: Exchange) -> str | None:
         """The engine that has the earlier response from which the request goes on; None where none is known."""

@@ -43,6 +43,10 @@ class Place:
         if gate is not None:
             gate.ended(self._request_id, time.monotonic() - self._placed_s)
 
+    def may_go_to(self, engine: str) -> bool:
+        """Whether the request may go to the only engine that can answer it; empty where several can."""
+        return self._gate is None or self._gate.admission.may_go_to(self._request_id, engine)
+
     def sent(self, engine: str) -> None:
         """The request goes to this engine, and is at no other one any more."""
         if self._gate is not None:

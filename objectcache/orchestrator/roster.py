@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -32,13 +32,15 @@ class Roster:
         engines = self._decoding(model)
         return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
 
-    def only_engine(self, model: str, home: str | None) -> str:
+    def only_engine(self, model: str, home: str | None, without: Collection[str] = ()) -> str:
         """The name of the engine that alone can answer a request now, where others take requests, too: the one that
-        takes requests for the model, or `home`, which has the earlier response. Empty where there is no such engine.
+        takes requests for the model, or `home`, which has the earlier response. `without` are those that have refused
+        it, or failed. Empty where there is no such engine.
         """
         now_s = time.monotonic()
         serving = [each for each in self._decoding("") if each.liveness.takes_requests(now_s)]
         able = [each.name for each in serving if each.serves(model)] if home is None else [home]
+        able = [name for name in able if name not in without]
         return able[0] if len(able) == 1 and any(each.name != able[0] for each in serving) else ""
 
     def able(self, model: str) -> list[Engine]:

@@ -470,6 +470,32 @@ async def test_an_engine_that_answers_nothing_keeps_nobody_from_the_others(reaso
         await until(lambda: admission.active_count == admission.waiting_count == 0)
 
 
+@pytest.mark.parametrize("status", ["404 Not Found", "503 Service Unavailable", ""])
+async def test_requests_that_another_engine_refuses_leave_half_of_the_places_to_others(status: str) -> None:
+    """Each was sent on to the engine that was left, which answers nothing: it had all places for ten minutes."""
+    said = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode() if status else b""
+    places = AdmissionSettings(active_max=4, queue_max=16)
+    async with (
+        canned(1, replace(FAST, model="x", token_us=1e9)) as silent,
+        canned(1, replace(FAST, model="y")) as well,
+        raw_engine(said) as refusing,
+    ):
+        settings = replace(QUICK, admission=places, engines=(EngineSettings(refusing),), poll_s=30.0)
+        async with orchestrated([*silent, *well], settings) as bed:
+            await until(lambda: all(bed.orchestrator.engines[each.url].models for each in (*silent, *well)))
+            asked = {"model": "x", "prompt": PROMPT, "stream": True}
+            crowd = [asyncio.create_task(bed.ask("POST", "/v1/completions", asked)) for _ in range(8)]
+            admission = bed.orchestrator.gate.admission
+            await until(lambda: admission.waiting_count >= 4)
+            answer = await bed.ask("POST", "/v1/completions", {"model": "y", "prompt": PROMPT})
+            assert (answer.status, answer.engine) == (200, well[0].url)
+            assert bed.orchestrator.engines[silent[0].url].books.active_count == 2
+            for task in crowd:
+                task.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
+            await until(lambda: admission.active_count == admission.waiting_count == 0)
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_requests_at_which_every_engine_hangs_up_leave_one_engine_for_others(is_begun: bool) -> None:
     """Twenty of them a second had all engines ejected for 30 s, although all were well by their probes."""

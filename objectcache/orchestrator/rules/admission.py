@@ -9,7 +9,8 @@ than its share of `active_max` goes before one that runs its share already, beca
 otherwise collect the places. `orchestrator.gate` has the clock and ends what waits too long.
 
 A request that only one engine can answer runs while that engine has less than half of `active_max`. Otherwise it waits,
-and those behind it that may go elsewhere run: an engine that answers nothing would else collect all places.
+and those behind it that may go elsewhere run: an engine that answers nothing would else collect all places. So does a
+running request for which one engine is left, since others have refused it or are gone: it waits anew, without a place.
 
 Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 """
@@ -159,6 +160,11 @@ class Admission:
         queue.add(waiting)
         self._waiting[request_id] = waiting
         return Verdict.WAITS
+
+    def may_go_to(self, request_id: str, engine: str) -> bool:
+        """Whether a running request may go to the only engine that can answer it now: it is there, or there is room."""
+        running = self._active.get(request_id)
+        return (running is not None and running[1] == engine) or self._has_engine_room(engine)
 
     def sent(self, request_id: str, engine: str) -> bool:
         """A running request is at this engine now. Returns whether it has left another one, where `start` may have more

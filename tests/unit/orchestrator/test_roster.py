@@ -54,5 +54,7 @@ def test_a_request_has_an_only_engine_where_others_take_requests_for_other_model
         each.liveness.succeeded(time.monotonic())
     assert [roster.only_engine(model, None) for model in ("base", "other", "none")] == ["", "c", ""]
     assert roster.only_engine("base", "a") == "a"
+    assert [roster.only_engine("base", None, without) for without in (["a"], ["a", "b"])] == ["b", ""]
+    assert roster.only_engine("base", "a", ["a"]) == ""
     del engines["a"], engines["b"]
     assert roster.only_engine("other", None) == roster.only_engine("other", "c") == ""

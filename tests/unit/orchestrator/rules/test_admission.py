@@ -233,3 +233,17 @@ def test_a_request_counts_at_the_engine_that_it_was_sent_to() -> None:
     admission.end("c")
     admission.sent("c", "x")  # over already
     assert [admission.offer(f"x{at}", A, 1, "x") for at in range(3)] == [Verdict.RUNS, Verdict.RUNS, Verdict.WAITS]
+
+
+def test_a_running_request_goes_to_the_only_engine_that_is_left_where_there_is_room() -> None:
+    """Others have refused it, or are gone: it would else pass the part of the places that one engine may have."""
+    admission = Admission(AdmissionSettings(active_max=4, queue_max=8))
+    for at in range(3):
+        admission.offer(f"r{at}", A, 1)
+    assert admission.may_go_to("r0", "x")
+    assert admission.may_go_to("r0", "")
+    admission.sent("r0", "x")
+    admission.sent("r1", "x")
+    assert [admission.may_go_to(f"r{at}", "x") for at in range(3)] == [True, True, False]
+    admission.end("r0")
+    assert admission.may_go_to("r2", "x")
