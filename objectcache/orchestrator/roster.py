@@ -99,7 +99,7 @@ def is_needed(engines: Mapping[str, Engine], name: str) -> bool:
         for each in engines.values()
         if each is not engine and each.settings.role is not Role.PREFILL and each.liveness.takes_requests(now_s)
     ]
-    return not any(other.serves(model) for other in others for model in engine.models or [""])
+    return not any(other.serves_some(engine.models) for other in others)
 
 
 def _body_of(models: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -7,6 +7,7 @@ import time
 from typing import cast
 
 import aiohttp
+import pytest
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.roster import Roster, is_needed
@@ -45,6 +46,25 @@ def test_an_engine_is_needed_where_no_other_one_takes_requests_for_its_models() 
     engines["b"].liveness.failed(time.monotonic(), "refused", is_certain=True)
     assert [name for name in engines if is_needed(engines, name)] == ["a", "c"]
     assert not is_needed(engines, "gone")
+
+
+def test_models_that_an_engine_names_cost_others_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each failure of an engine that named a thousand, every other engine was asked for each of them: 512 requests
+    at which it hung up stopped the event loop for 5 s.
+    """
+    engines = {"a": engine("a", *map(str, range(1000))), "b": engine("b", "base"), "c": engine("c", "5", "base")}
+    asked: list[str] = []
+    serves = Engine.serves
+    monkeypatch.setattr(Engine, "serves", lambda each, model: (asked.append(model), serves(each, model))[1])
+    for each in engines.values():
+        each.liveness.succeeded(time.monotonic())
+    assert not is_needed(engines, "a")
+    assert not is_needed(engines, "b")
+    engines["c"].models = {"base": {}}
+    assert is_needed(engines, "a")
+    assert set(asked) == {"5", "base"}
+    engines["b"].models = {}
+    assert not is_needed(engines, "a"), "an engine that has not said yet is taken to have them"
 
 
 def test_a_request_has_an_only_engine_where_others_take_requests_for_other_models() -> None:
