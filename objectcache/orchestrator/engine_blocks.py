@@ -105,8 +105,7 @@ class EngineBlocks:
         """Do what is due now and then."""
         for feed in self.feeds.values():
             feed.age(time.monotonic())
-        while self._index.holders.sweep():  # noqa: ASYNC110 - each step is work
-            await asyncio.sleep(0)
+        await self._turns.sweep(self._index.holders)
 
     def forget_expected(self) -> None:
         """Prompts that were sent to the engine do not count any more."""

@@ -22,6 +22,7 @@ import msgspec
 from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.threads import computed
 from objectcache.adapters.zmtp import FrameLimits, ZmtpConnection, bound, connected
+from objectcache.orchestrator.rules.block_holders import BlockHolders
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
@@ -44,6 +45,8 @@ BATCH_BYTES_MAX = 1 << 20
 HERE_BYTES_MAX = 16 << 10
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE = 500, 32_768
 """The index takes so many over without giving the event loop a turn: about a millisecond."""
+SWEEPS_MAX = 64
+"""An engine's task sweeps so often before it looks after the engine again: the blocks are gone with the next tasks."""
 REPLAY_S = 3.0
 REPLAY_BATCHES_MAX = 100_000
 DEGRADED_S = 30.0
@@ -75,14 +78,28 @@ class FeedStatus(Enum):
 
 class FeedTurns:
     """The work that the feeds of all engines do at once: they take BLOCKS_AT_ONCE over together, and then the event
-    loop has a turn; and they read one large batch at a time, since many threads would keep the interpreter from the
-    loop.
+    loop has a turn; they read one large batch at a time, since many threads would keep the interpreter from the loop;
+    and one of them sweeps, since each step of all of them would be in one pass of the loop.
     """
 
     def __init__(self) -> None:
         self._room = BLOCKS_AT_ONCE
         self._next = asyncio.Lock()
         self.reading = asyncio.Lock()
+        self._is_sweeping = False
+
+    async def sweep(self, holders: BlockHolders) -> None:
+        """Take some blocks of cleared engines away, unless another one does. Whoever sweeps is not probed meanwhile."""
+        if self._is_sweeping:
+            return
+        self._is_sweeping = True
+        try:
+            for _ in range(SWEEPS_MAX):
+                if not holders.sweep():
+                    return
+                await asyncio.sleep(0)
+        finally:
+            self._is_sweeping = False
 
     async def take(self, block_count: int) -> None:
         """Return when so many blocks may be taken over, at once."""

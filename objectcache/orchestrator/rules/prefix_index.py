@@ -38,7 +38,9 @@ do not count any more.
 APPROXIMATE_S = 120.0
 """How long the blocks of a request count for an engine that sends no events."""
 EXPECTED_MAX = 200_000
-"""Blocks of requests that were sent, for one engine; the oldest are forgotten first,"""
+"""Blocks of requests that were sent, for one engine, all its ranks together, but a long prompt's for each rank; the
+oldest are forgotten first,
+"""
 FORGOTTEN_AT_ONCE = 256
 """so many with one decision."""
 EXPECTED_STEPS_MAX = 16_384
@@ -49,6 +51,7 @@ EXPECTED_STEPS_MAX = 16_384
 class _Engine:
     bit: int
     blocks_max: int
+    expected_max: int
     block_tokens: int | None = None
     names: SlicedDict[BlockName, bytes] = field(default_factory=SlicedDict)
     """Our names of its blocks, by its own."""
@@ -77,12 +80,14 @@ class PrefixIndex:
         many.
         """
         blocks_max = BLOCKS_MAX // max(1, rank_count)
-        if name in self._engines:
-            self._engines[name].blocks_max = blocks_max
+        expected_max = max(EXPECTED_STEPS_MAX, EXPECTED_MAX // max(1, rank_count))
+        known = self._engines.get(name)
+        if known is not None:
+            known.blocks_max, known.expected_max = blocks_max, expected_max
             return
         if len(self._engines) >= ENGINES_MAX:
             raise ValueError(f"more than {ENGINES_MAX} engines")
-        self._engines[name] = _Engine(self.holders.new_bit(), blocks_max)
+        self._engines[name] = _Engine(self.holders.new_bit(), blocks_max, expected_max)
 
     def remove_engine(self, name: str) -> None:
         """Forget an engine and its blocks."""
@@ -148,12 +153,13 @@ class PrefixIndex:
 
     def expect(self, name: str, chain: Sequence[bytes], now_s: float, for_s: float = EXPECTED_S) -> None:
         """A request with these blocks was sent to the engine."""
-        expected = self._engines[name].expected
+        engine = self._engines[name]
+        expected = engine.expected
         until_s = now_s + for_s
         for block in chain:
             expected[block] = until_s
             expected.move_to_end(block)
-        while len(expected) > EXPECTED_MAX:
+        while len(expected) > engine.expected_max:
             expected.popitem(last=False)
 
     def forget_expected(self, name: str) -> None:

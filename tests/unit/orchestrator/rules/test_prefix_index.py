@@ -12,7 +12,7 @@ from objectcache.orchestrator.rules import prefix_index
 from objectcache.orchestrator.rules.block_holders import CLEARED_MAX, SWEEP_BLOCKS
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from objectcache.orchestrator.rules.prefix_index import ENGINES_MAX, EXPECTED_S, PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import ENGINES_MAX, EXPECTED_S, EXPECTED_STEPS_MAX, PrefixIndex
 
 STEP = 4
 PROMPT = list(range(20))
@@ -181,6 +181,19 @@ def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
         continue
     assert index.block_count == len(CHAIN)
     assert max(index.holders._free_bits) <= CLEARED_MAX + 2
+
+
+def test_all_ranks_of_an_engine_together_have_a_bounded_number_of_expected_blocks() -> None:
+    """Each rank had as many as an engine: one of 64 ranks took 2 GB with prompts that had been sent to it."""
+    index = PrefixIndex()
+    for rank in range(64):
+        index.add_engine(f"a#{rank}", 64)
+    chain = [at.to_bytes(16, "little") for at in range(EXPECTED_STEPS_MAX)]
+    others = [at.to_bytes(16, "big") for at in range(1, 100)]
+    index.expect("a#1", others, 0.0)
+    index.expect("a#1", chain, 0.0)
+    assert index.held([*chain], 0.0)["a#1"] == len(chain), "a long prompt has room"
+    assert index.held([*others], 0.0)["a#1"] == 0
 
 
 def test_an_engine_that_ends_with_all_its_ranks_has_no_more_swept_at_once() -> None:
