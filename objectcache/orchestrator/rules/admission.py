@@ -6,7 +6,8 @@ where there is none, it is refused. Waiting requests of the highest priority go 
 is deficit round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a
 tenant with short prompts is not held up by one with long prompts. While several of them wait, a tenant that runs less
 than its share of `active_max` goes before one that runs its share already, because requests that take long would
-otherwise collect the places. `orchestrator.gate` has the clock and ends what waits too long.
+otherwise collect the places. An eighth of the places is left to tenants that run few requests, however long those of
+the others take. `orchestrator.gate` has the clock and ends what waits too long.
 
 A request that only one engine can answer runs while that engine has less than half of `active_max`. Otherwise it waits,
 and those behind it that may go elsewhere run: an engine that answers nothing would else collect all places. So does a
@@ -23,6 +24,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 QUANTUM_TOKENS = 2048
+FEW_PART, FEW_TENANTS = 64, 8
+"""A tenant that runs less than a 64th of `active_max` runs few requests. Places for 8 such tenants are left to those
+that run few: one tenant's requests may take hours, and all of them may have come before anybody else's.
+"""
 TENANT_QUEUE_FRACTION = 0.5
 """One tenant has no more than this fraction of the queue where others have requests in it."""
 
@@ -252,7 +257,7 @@ class Admission:
             return able
         tenants = {each.name: each for each in self._active_tenants.values() if each.priority == priority}
         tenants |= {queue.tenant.name: queue.tenant for queue in able}
-        each_weight = self.settings.active_max / sum(tenant.weight for tenant in tenants.values())
+        each_weight = (self.settings.active_max - self._left_to_few) / sum(tenant.weight for tenant in tenants.values())
         below = [
             queue
             for queue in able
@@ -267,8 +272,19 @@ class Admission:
         self._active_by_tenant[tenant.name] = self._active_by_tenant.get(tenant.name, 0) + 1
 
     def _has_room(self, tenant: Tenant) -> bool:
+        """Whether the tenant may have another place. Where there are no API keys, everybody is one tenant without a
+        name, for whom nothing is left.
+        """
         own = self._active_by_tenant.get(tenant.name, 0)
-        return len(self._active) < self.settings.active_max and (tenant.active_max is None or own < tenant.active_max)
+        is_few = not tenant.name or own < self.settings.active_max // FEW_PART
+        free = self.settings.active_max - len(self._active)
+        has_place = free > (0 if is_few else self._left_to_few)
+        return has_place and (tenant.active_max is None or own < tenant.active_max)
+
+    @property
+    def _left_to_few(self) -> int:
+        """The places for tenants that run few requests."""
+        return FEW_TENANTS * (self.settings.active_max // FEW_PART)
 
     def _has_engine_room(self, engine: str) -> bool:
         return not engine or self._active_by_engine[engine] < most_at_one(self.settings.active_max)

@@ -247,3 +247,25 @@ def test_a_running_request_goes_to_the_only_engine_that_is_left_where_there_is_r
     assert [admission.may_go_to(f"r{at}", "x") for at in range(3)] == [True, True, False]
     admission.end("r0")
     assert admission.may_go_to("r2", "x")
+
+
+def test_a_tenant_whose_requests_take_long_leaves_places_to_those_that_run_few() -> None:
+    """One with 1,100 long streams had all places, and every other tenant's requests got 503 until one of them ended."""
+    admission = Admission(AdmissionSettings(active_max=1024, queue_max=4096))
+    verdicts = Counter(admission.offer(f"a{at}", A, 1) for at in range(1100))
+    assert verdicts == {Verdict.RUNS: 896, Verdict.WAITS: 204}
+    assert Counter(admission.offer(f"b{at}", B, 1) for at in range(20)) == {Verdict.RUNS: 16, Verdict.WAITS: 4}
+    assert admission.offer("c0", Tenant("c"), 1) is Verdict.RUNS
+    assert started(admission) == []
+    admission.end("b0")
+    assert started(admission) == ["b16"], "it runs few again"
+    for at in range(40):
+        admission.end(f"a{at}")
+    assert len(started(admission)) == 40 - 16 - 1, "those with many have what is left beside the others"
+
+
+def test_without_tenants_everybody_has_all_places() -> None:
+    admission = Admission(AdmissionSettings(active_max=1024, queue_max=4096))
+    assert Counter(admission.offer(str(at), Tenant(""), 1) for at in range(1025)) == {
+        Verdict.RUNS: 1024, Verdict.WAITS: 1,
+    }  # fmt: skip
