@@ -15,7 +15,7 @@ from objectcache.orchestrator.access import Access
 from objectcache.orchestrator.answers import Refusal
 from objectcache.orchestrator.readers import Readers, ReadingError
 from objectcache.orchestrator.rules.admission import Tenant
-from objectcache.orchestrator.rules.forms import WrongFormError, form_steps
+from objectcache.orchestrator.rules.forms import WrongFormError
 from objectcache.orchestrator.rules.forwarded_headers import scope_of
 from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
@@ -159,7 +159,8 @@ class Bodies:
         if is_form:
             refused = {*ENGINES_OWN, ENGINE_ARGUMENTS, *(OF_TENANTS if tenant.name else ())}
             try:
-                return ReadBody(raw, read_form(await _fields_of(http.headers.get("Content-Type", ""), raw), refused))
+                fields = await self._readers.fields(body.caller, http.headers.get("Content-Type", ""), raw)
+                return ReadBody(raw, read_form(fields, refused))
             except WrongFormError as error:
                 raise Refusal(400, str(error)) from None
             except WrongRequestError as error:
@@ -180,15 +181,3 @@ class Bodies:
             if error.is_busy:
                 raise Refusal(503, f"the body: {error}", code="too_busy", retry_after_s=1) from None
             raise Refusal(413, f"the body: {error}") from None
-
-
-async def _fields_of(content_type: str, raw: bytes) -> list[tuple[str, bytes]]:
-    """Raises WrongFormError."""
-    steps = form_steps(content_type, raw)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            fields: list[tuple[str, bytes]] = end.value
-            return fields
-        await asyncio.sleep(0)

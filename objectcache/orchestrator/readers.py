@@ -24,6 +24,7 @@ import numpy as np
 from objectcache.adapters.loop_share import LoopShare
 from objectcache.orchestrator.body_pieces import pieces_of
 from objectcache.orchestrator.rules import reading
+from objectcache.orchestrator.rules.forms import form_steps
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
 from objectcache.orchestrator.tokenizer import NoTokensError
 
@@ -113,6 +114,19 @@ class Readers:
                 return reading.read_body(raw, order)
         head, blobs = await self._asked(caller, {"call": "read", "order": reading.packed_order(order)}, raw)
         return reading.body_of(head, blobs, raw)
+
+    async def fields(self, caller: str, content_type: str, raw: bytes) -> list[tuple[str, bytes]]:
+        """The fields of a form, on the loop: looking for its boundary takes a millisecond for each MiB. Raises
+        WrongFormError.
+        """
+        steps = form_steps(content_type, raw)
+        while True:
+            async with self._share.turn(caller):
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    found: list[tuple[str, bytes]] = end.value
+                    return found
 
     async def edited(
         self, caller: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any], handed_over: bytes = b""
