@@ -18,6 +18,7 @@ from typing import Any
 
 from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
 from objectcache.orchestrator.metadata_blocks import CacheEntry
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -37,6 +38,8 @@ FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
 HELD_MAX = 250_000
 """Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
+HELD_ALL_MAX = 1_000_000
+"""Blocks of all sources that wait because the disk is full, for example."""
 SESSIONS = "sessions"
 _log = logging.getLogger(__name__)
 
@@ -55,12 +58,18 @@ class _Changes:
         """The blocks that changed."""
         return len(self.added) + len(self.removed)
 
-    def after(self, before: _Changes) -> _Changes:
-        """These, with those of before, which could not be written."""
-        if self.is_cleared:
-            return self
-        kept = {block: prefix for block, prefix in before.added.items() if block not in self.removed}
-        return _Changes(self.known, before.is_cleared, {**kept, **self.added}, before.removed | self.removed)
+    def go_on(self, later: _Changes) -> None:
+        """Take those over that came since these could not be written. It takes as long as there are later ones: these
+        may be very many, and are taken up once a second.
+        """
+        self.known = later.known
+        if later.is_cleared:
+            self.is_cleared, self.added, self.removed = True, later.added, later.removed
+            return
+        for block in later.removed:
+            self.added.pop(block, None)
+        self.added.update(later.added)
+        self.removed |= later.removed
 
 
 class Writing:
@@ -208,9 +217,20 @@ class Writing:
             if SESSIONS in failed:
                 self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
             for source in changes.keys() & failed.keys():
-                now = self._changes.get(source)
-                kept = changes[source] if now is None else now.after(changes[source])
+                kept = changes[source]
+                if source in self._changes:
+                    kept.go_on(self._changes[source])
                 self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
+            self._give_up_beyond(HELD_ALL_MAX)
+
+    def _give_up_beyond(self, held_max: int) -> None:
+        """Where all sources have more changes, those with most are forgotten."""
+        held = sum(each.count for each in self._changes.values())
+        for source in sorted(self._changes, key=lambda each: self._changes[each].count, reverse=True):
+            if held <= held_max:
+                return
+            held -= self._changes[source].count
+            self._changes[source] = _Changes(is_cleared=True)
 
     async def _run(self) -> None:
         while True:
@@ -219,7 +239,7 @@ class Writing:
 
     def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
         """The changes that could not be written, with the reason. Bad changes of one engine keep nothing of others from
-        the disk.
+        the disk. Where the file cannot be written, nothing larger is tried.
         """
         failed: dict[str, Exception] = {}
         now = time.time()
@@ -228,11 +248,15 @@ class Writing:
                 self.metadata.note_sessions(sessions)
         except Exception as error:  # a full disk, for example
             failed[SESSIONS] = error
-        for source, each in changes.items():
+        by_count = sorted(changes, key=lambda source: changes[source].count)
+        for at, source in enumerate(by_count):
+            each = changes[source]
             added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
             known = None if each.known is None else (each.known.number, each.known.sent_at)
             try:
                 self.metadata.blocks.note_source(source, known, added, list(each.removed), is_cleared=each.is_cleared)
+            except MetadataError as error:
+                return {**failed, **dict.fromkeys(by_count[at:], error)}
             except Exception as error:
                 failed[source] = error
         return failed
