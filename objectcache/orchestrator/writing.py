@@ -11,10 +11,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
 from objectcache.orchestrator.metadata_blocks import CacheEntry
@@ -41,6 +42,7 @@ HELD_MAX = 250_000
 HELD_ALL_MAX = 1_000_000
 """Blocks of all sources that wait because the disk is full, for example."""
 SESSIONS = "sessions"
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +85,8 @@ class Writing:
         self._sessions: dict[str, str] = {}
         self._flushing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
+        """Calls wait for each other anyway. On a disk that hangs they must not take the threads that probes need."""
         self.failure_count = 0
         for session, engine in self.metadata.sessions():
             sessions.note(session, engine)
@@ -97,6 +101,7 @@ class Writing:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.flush()
+        self._thread.shutdown()
         self.metadata.close()
 
     def engines(self) -> list[tuple[EngineSettings, bool]]:
@@ -114,7 +119,7 @@ class Writing:
     async def add_engine(self, settings: EngineSettings, *, is_draining: bool = False) -> None:
         """Register an engine: on the disk when this returns. Raises MetadataError."""
         made = RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)), is_draining)
-        await asyncio.to_thread(self.metadata.add_engine, made)
+        await self._in_thread(self.metadata.add_engine, made)
 
     async def remove_engine(self, name: str) -> None:
         """Forget an engine, and what waits to be written of it."""
@@ -122,29 +127,29 @@ class Writing:
             for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
                 del self._changes[source]
             self._sessions = {session: engine for session, engine in self._sessions.items() if engine != name}
-            await asyncio.to_thread(self.metadata.remove_engine, name)
+            await self._in_thread(self.metadata.remove_engine, name)
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Note that an engine is draining, or not any more."""
-        await asyncio.to_thread(lambda: self.metadata.set_draining(name, is_draining=is_wanted))
+        await self._in_thread(lambda: self.metadata.set_draining(name, is_draining=is_wanted))
 
     async def pin(self, prefix: str, engine: str | None, until: float | None) -> None:
         """Write a pin down, or forget it."""
         if engine is None:
-            await asyncio.to_thread(self.metadata.remove_pin, prefix)
+            await self._in_thread(self.metadata.remove_pin, prefix)
         else:
-            await asyncio.to_thread(self.metadata.set_pin, prefix, engine, until)
+            await self._in_thread(self.metadata.set_pin, prefix, engine, until)
 
     async def set_quota(self, tenant: str, document: Mapping[str, Any]) -> None:
         """Write a tenant's quota down."""
-        await asyncio.to_thread(self.metadata.set_quota, tenant, json.dumps(document))
+        await self._in_thread(self.metadata.set_quota, tenant, json.dumps(document))
 
     async def warm(self, engine: str) -> dict[str, KnownBatch]:
         """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
         that was written down.
         """
         await self.flush()
-        known = await asyncio.to_thread(self.metadata.blocks.batches)
+        known = await self._in_thread(self.metadata.blocks.batches)
         found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
         for at, name in enumerate(list(found)):
             try:
@@ -156,12 +161,15 @@ class Writing:
                 self.cleared(name)
                 del found[name]
                 continue
-            entries = await asyncio.to_thread(self._entries, name)
+            entries = await self._in_thread(self._entries, name)
             for start in range(0, len(entries), RESTORED_AT_ONCE):
                 part = entries[start : start + RESTORED_AT_ONCE]
                 self._index.restore(name, ((block_name(each.block), each.prefix) for each in part))
                 await asyncio.sleep(0)
         return {name: KnownBatch(*each) for name, each in found.items()}
+
+    async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _entries(self, name: str) -> list[CacheEntry]:
         return list(self.metadata.blocks.all(name))
@@ -207,7 +215,7 @@ class Writing:
             sessions, self._sessions = self._sessions, {}
             if not changes and not sessions:
                 return
-            failed = await asyncio.to_thread(self._write, changes, sessions)
+            failed = await self._in_thread(self._write, changes, sessions)
             if not failed:
                 self.failure_count = 0
                 return

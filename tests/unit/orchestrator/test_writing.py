@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from objectcache.adapters.threads import computed
 from objectcache.orchestrator import writing
 from objectcache.orchestrator.metadata import RegisteredEngine
 from objectcache.orchestrator.metadata_file import MetadataError
@@ -114,6 +117,23 @@ async def test_changes_that_wait_for_a_full_disk_are_taken_up_without_a_look_at_
     await made.flush()
     assert sorted(block_name(each.block) for each in made.metadata.blocks.all("bad")) == [1, 2]
     assert made.metadata.blocks.batches() == {"bad": (4, 1.0), "good": (0, 1.0)}
+    await made.stop()
+
+
+async def test_a_disk_that_hangs_takes_no_thread_of_others(made: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's orders that waited for it took all threads in which long metrics are read, so that no engine was
+    probed any more, and one that hung had its requests for ten minutes.
+    """
+    goes_on = threading.Event()
+    monkeypatch.setattr(made.metadata, "set_pin", lambda *_: goes_on.wait(60))
+    pins = [asyncio.create_task(made.pin(f"{at:032x}", "good", None)) for at in range(64)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            assert await computed(lambda: "read", is_long=True) == "read"
+    finally:
+        goes_on.set()
+    await asyncio.gather(*pins)
     await made.stop()
 
 
