@@ -24,7 +24,7 @@ from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
 from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.metadata_file import MetadataError
-from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
+from objectcache.orchestrator.settings import BIND, EngineSettings, engine_settings, registered
 
 ENTRY_BYTES_MAX = 16_384
 ENTRIES_MAX = 16_384
@@ -90,7 +90,8 @@ class EtcdRegistry:
         await self._etcd.close()
 
     async def add(self, settings: EngineSettings, *, is_draining: bool = False) -> None:
-        """Register an engine. Raises MetadataError."""
+        """Register an engine. Raises MetadataError; ValueError for one whose events are not to be had by TCP."""
+        _require_tcp(settings)
         await self._put(f"engines/{settings.label}", {**registered(settings), "is_draining": is_draining})
 
     async def remove(self, name: str) -> None:
@@ -132,10 +133,20 @@ class EtcdRegistry:
                 settings = engine_settings({**fields, "name": name})
                 if settings.label != name:
                     raise ValueError("it has another name than its key")
+                _require_tcp(settings)
                 self._engines[name] = settings, is_draining
             except ValueError as error:
                 self._warnings.warn("the entry %.300r of etcd is no engine: %.300r", name, str(error))
         return self._engines
+
+
+def _require_tcp(settings: EngineSettings) -> None:
+    """An entry names no file: a Unix socket that is bound takes the place of the one that is there, which may be a
+    storage server's. Raises ValueError.
+    """
+    for endpoint in (settings.events, settings.replay):
+        if endpoint is not None and not endpoint.removeprefix(BIND).startswith("tcp://"):
+            raise ValueError("events and replay of an engine in the registry must be tcp://HOST:PORT")
 
 
 class _Table:

@@ -20,6 +20,7 @@ from objectcache.orchestrator.registry import (
     EtcdRegistry,
     Followers,
 )
+from objectcache.orchestrator.settings import engine_settings
 from tests.support.waiting import settled
 
 
@@ -108,3 +109,17 @@ async def test_entries_that_are_too_many_or_have_too_long_names_do_not_count(mon
         await settled()
         assert told.pins == [{"0": None}]
         assert not any(name in table._digests for table in registry._tables for name in names)
+
+
+@pytest.mark.parametrize("events", [{"events": "bind:ipc:///a", "topic": "t" * 16}, {"replay": "ipc:///a"}])
+async def test_an_entry_names_no_file_of_this_host(events: Mapping[str, str]) -> None:
+    """Whoever may write to etcd had an orchestrator put a socket of its own in the place of a storage server's."""
+    near = {"url": "http://h:1", "name": "near", **events}
+    far = {"url": "http://h:2", "events": "bind:tcp://0.0.0.0:5557", "topic": "t" * 16}
+    etcd = PlayedEtcd(
+        {f"kv/engines/{name}": json.dumps(each).encode() for name, each in (("near", near), ("far", far))}
+    )
+    async with following(etcd) as (registry, told):
+        assert set(told.engines[-1]) == {"far"}
+        with pytest.raises(ValueError, match="tcp://"):
+            await registry.add(engine_settings(near))
