@@ -13,7 +13,7 @@ from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.settings import EngineSettings, Role
 
 QUEUED_FOR_ACTIVE = 4
-Url = Annotated[str, Field(pattern=r"^https?://[^/\\s]+/?$", max_length=512)]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$", max_length=512)]
 
 
 class EngineConfig(Model):

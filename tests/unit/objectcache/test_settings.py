@@ -195,3 +195,11 @@ def test_a_key_of_now_goes_before_the_one_of_before(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, text))
     assert config.storage_settings(tmp_path).packed_bytes_max == 8192
     assert config.orchestrator.engine_timeout_s == 5
+
+
+def test_an_engine_of_any_name_is_in_the_file(tmp_path: Path) -> None:
+    """A host with an s in its name was refused, and one with a space was not."""
+    config = load_config(written(tmp_path, '[[engines]]\nurl = "http://gpus.example:8000"\n'))
+    assert [each.url for each in config.engines] == ["http://gpus.example:8000"]
+    with pytest.raises(ConfigError, match="url"):
+        load_config(written(tmp_path, '[[engines]]\nurl = "http://a b:8000"\n'))
