@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http import StreamWriter
 
 from descriptors.errors import ObjectCacheError
 from objectcache.adapters.deadlines import ConnectionLimits
@@ -66,7 +67,10 @@ class App:
             raise
         except Exception:
             _log.exception("%s %.300r", http.method, http.path)
-            if http.writer.output_size:  # within an answer, a refusal would be taken for a part of it
+            is_begun = (
+                isinstance(http.writer, StreamWriter) and http.writer.chunked
+            )  # a refusal would be framed so, too
+            if http.writer.output_size or is_begun:  # within an answer, a refusal would be taken for a part of it
                 if http.transport is not None:
                     http.transport.abort()
                 raise ConnectionResetError("the answer could not be finished") from None

@@ -145,7 +145,7 @@ class PassingOn:
 
 
 def _is_writable(value: str) -> bool:
-    return is_encodable(value) and not any(each < " " and each != "\t" for each in value)
+    return is_encodable(value) and not any((each < " " and each != "\t") or each == "\x7f" for each in value)
 
 
 def _is_passed_on(name: str) -> bool:

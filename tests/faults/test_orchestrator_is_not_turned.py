@@ -21,7 +21,7 @@ from bench.beds.canned_engines import CannedEngine, CannedSettings
 from descriptors.errors import CallerError, ErrorCode
 from objectcache.adapters.limited_server import Connection
 from objectcache.adapters.loop_share import LoopShare
-from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX
+from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX, PassingOn
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.response_cache import Kept
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
@@ -470,6 +470,26 @@ async def test_an_engine_that_answers_nothing_keeps_nobody_from_the_others(reaso
         await asyncio.gather(*crowd, return_exceptions=True)
         admission = bed.orchestrator.gate.admission
         await until(lambda: admission.active_count == admission.waiting_count == 0)
+
+
+async def test_a_header_of_an_engine_that_cannot_be_written_is_left_out() -> None:
+    """The answer was an error of ours, with a length and in chunks, so that the next one began in the middle."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {EVENT_STREAM}\r\nRetry-After: \x7f\r\nContent-Length: 8\r\n\r\n"
+    async with raw_engine(head.encode() + b"data: 1\n") as url:
+        bed_made = orchestrated([], replace(QUICK, engines=(EngineSettings(url),)))
+        async with bed_made as bed:
+            answer = await bed.complete([1, 2, 3], stream=True)
+            assert "retry-after" not in answer.headers
+            assert answer.status == 200
+            assert answer.body == b"data: 1\n"
+
+
+async def test_an_answer_that_cannot_be_begun_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal behind it would have a length, and be in chunks."""
+    monkeypatch.setattr(PassingOn, "_headers", lambda _: {"Retry-After": "\x7f"})
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await bed.complete([1, 2, 3], stream=True)
 
 
 @pytest.mark.parametrize("status", ["404 Not Found", "503 Service Unavailable", ""])
