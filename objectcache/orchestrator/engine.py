@@ -124,14 +124,6 @@ class Engine:
         """Whether it has the model; an engine that has not said so yet is taken to have it."""
         return not model or ((not self.models or model in self.models) and not self._refused.get(model, False))
 
-    def serves_some(self, models: Mapping[str, object]) -> bool:
-        """Whether it has one of these models; of no models one that nobody has named. An engine chooses how many models
-        it names, and this is asked at each of its failures: so the fewer ones are looked up among the others.
-        """
-        if not models or not self.models:
-            return not models or any(map(self.serves, models))
-        return any(map(self.serves, self.models.keys() & models.keys()))
-
     def adapter(self, model: str) -> str:
         """The adapter that the model's name stands for at this engine; none for a model of its own."""
         return model if self.models.get(model, {}).get("parent") else ""

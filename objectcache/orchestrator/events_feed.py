@@ -89,7 +89,9 @@ class FeedTurns:
         self._is_sweeping = False
 
     async def sweep(self, holders: BlockHolders) -> None:
-        """Take some blocks of cleared engines away, unless another one does. Whoever sweeps is not probed meanwhile."""
+        """Take some blocks of cleared engines away, unless another engine's task does. The engine of the task that
+        sweeps is not probed meanwhile.
+        """
         if self._is_sweeping:
             return
         self._is_sweeping = True

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from statistics import median
 
-from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
+from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict, retry_after_s
 
 SERVICES_MAX = 256
 WITHOUT_ENGINE = "no engine takes requests, and too many requests wait for one already"
@@ -157,4 +157,5 @@ class Gate:
             raise TooBusyError(problem, 429, self._retry_after_s())
 
     def _retry_after_s(self) -> int:
-        return self.admission.retry_after_s(median(self._services_s) if self._services_s else 1.0)
+        mean_service_s = median(self._services_s) if self._services_s else 1.0
+        return retry_after_s(self.admission.waiting_count, self.admission.settings.active_max, mean_service_s)

@@ -99,7 +99,16 @@ def is_needed(engines: Mapping[str, Engine], name: str) -> bool:
         for each in engines.values()
         if each is not engine and each.settings.role is not Role.PREFILL and each.liveness.takes_requests(now_s)
     ]
-    return not any(other.serves_some(engine.models) for other in others)
+    return not any(_serves_some(other, engine.models) for other in others)
+
+
+def _serves_some(engine: Engine, models: Mapping[str, object]) -> bool:
+    """Whether an engine has one of these models; of no models one that nobody has named. Engines choose how many models
+    they name, and this is asked at each failure: so the fewer ones are looked up among the others.
+    """
+    if not models or not engine.models:
+        return not models or any(map(engine.serves, models))
+    return any(map(engine.serves, engine.models.keys() & models.keys()))
 
 
 def _body_of(models: Mapping[str, Mapping[str, Any]]) -> bytes:

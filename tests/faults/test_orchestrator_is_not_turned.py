@@ -21,7 +21,8 @@ from bench.beds.canned_engines import CannedEngine, CannedSettings
 from descriptors.errors import CallerError, ErrorCode
 from objectcache.adapters.limited_server import Connection
 from objectcache.adapters.loop_share import LoopShare
-from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX, PassingOn
+from objectcache.orchestrator import passing_on
+from objectcache.orchestrator.passing_on import EVENT_STREAM, WHOLE_BYTES_MAX
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.response_cache import Kept
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
@@ -486,7 +487,7 @@ async def test_a_header_of_an_engine_that_cannot_be_written_is_left_out() -> Non
 
 async def test_an_answer_that_cannot_be_begun_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal behind it would have a length, and be in chunks."""
-    monkeypatch.setattr(PassingOn, "_headers", lambda _: {"Retry-After": "\x7f"})
+    monkeypatch.setattr(passing_on, "REQUEST_HEADER", "a\x7f")
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await bed.complete([1, 2, 3], stream=True)

@@ -112,6 +112,16 @@ def most_at_one(active_max: int) -> int:
     return max(1, active_max // 2)
 
 
+def left_to_few(active_max: int) -> int:
+    """The places for tenants that run few requests."""
+    return FEW_TENANTS * (active_max // FEW_PART)
+
+
+def retry_after_s(waiting_count: int, active_max: int, mean_service_s: float) -> int:
+    """When a refused request should come again: the time in which the queue is worked off, from 1 to 60."""
+    return max(1, min(60, round((waiting_count + 1) * mean_service_s / max(1, active_max))))
+
+
 class Admission:
     """The running and waiting requests."""
 
@@ -216,11 +226,6 @@ class Admission:
             started.append(waiting)
         return started
 
-    def retry_after_s(self, mean_service_s: float) -> int:
-        """When a refused request should come again: the time in which the queue is worked off, from 1 to 60."""
-        ahead = len(self._waiting) + 1
-        return max(1, min(60, round(ahead * mean_service_s / max(1, self.settings.active_max))))
-
     def _next(self) -> Waiting | None:
         firsts = {
             name: first
@@ -257,7 +262,9 @@ class Admission:
             return able
         tenants = {each.name: each for each in self._active_tenants.values() if each.priority == priority}
         tenants |= {queue.tenant.name: queue.tenant for queue in able}
-        each_weight = (self.settings.active_max - self._left_to_few) / sum(tenant.weight for tenant in tenants.values())
+        each_weight = (self.settings.active_max - left_to_few(self.settings.active_max)) / sum(
+            tenant.weight for tenant in tenants.values()
+        )
         below = [
             queue
             for queue in able
@@ -278,13 +285,8 @@ class Admission:
         own = self._active_by_tenant.get(tenant.name, 0)
         is_few = not tenant.name or own < self.settings.active_max // FEW_PART
         free = self.settings.active_max - len(self._active)
-        has_place = free > (0 if is_few else self._left_to_few)
+        has_place = free > (0 if is_few else left_to_few(self.settings.active_max))
         return has_place and (tenant.active_max is None or own < tenant.active_max)
-
-    @property
-    def _left_to_few(self) -> int:
-        """The places for tenants that run few requests."""
-        return FEW_TENANTS * (self.settings.active_max // FEW_PART)
 
     def _has_engine_room(self, engine: str) -> bool:
         return not engine or self._active_by_engine[engine] < most_at_one(self.settings.active_max)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict, Waiting
+from objectcache.orchestrator.rules.admission import (
+    Admission,
+    AdmissionSettings,
+    Tenant,
+    Verdict,
+    Waiting,
+    retry_after_s,
+)
 
 A, B = Tenant("a"), Tenant("b")
 
@@ -108,7 +115,7 @@ def test_one_that_leaves_the_queue_waits_no_more() -> None:
     admission.offer("2", B, 1)
     admission.end("1")
     assert admission.waiting_count == 1
-    assert 1 <= admission.retry_after_s(1000.0) <= 60
+    assert 1 <= retry_after_s(admission.waiting_count, 1, 1000.0) <= 60
     admission.end("x")
     assert started(admission) == ["2"]
 
