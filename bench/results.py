@@ -59,7 +59,7 @@ RUNS = {
     "overlap": Run("-m objectcache bench overlap --transport shm", "overlap.png"),
     "engine": Run("-m objectcache bench engine --runs 7", "engine.png"),
     "engine-advised": Run("-m objectcache bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
-    "engine-tier": Run("-m objectcache bench engine --tier --contexts 2K,4K,8K --hits 98.4375 --runs 7"),
+    "engine-tier": Run("-m objectcache bench engine --tier --contexts 2K,4K,8K,16K --hits 98.4375 --runs 7"),
     "engine-stated": Run("-m objectcache bench engine --stated --contexts 4K --runs 7"),
     "s3": Run("-m objectcache bench s3 --seconds 0.5"),
     "tiers": Run("-m objectcache bench tiers", "."),
