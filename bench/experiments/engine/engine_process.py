@@ -165,7 +165,7 @@ def _thread_count(worker: object) -> int:
 
 
 def _cpu_s() -> float:
-    """What this process and those of the engine's core have used."""
+    """The processor time of this process and of those that it started, the engine's core among them."""
     import psutil
 
     me = psutil.Process()

@@ -109,6 +109,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         )
         self._publish = cache(partial(_published, config, cards, self._forms, self._options))
         self._former_labels: tuple[str, ...] | None = None
+        self._is_renewed = False
         self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
         self._live: set[str] = set()
         self._outdated: set[str] = set()
@@ -125,8 +126,11 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """The values of TIER_LABELS, None where nothing is published. Known after the first step."""
-        return self._publish(self._space.prefix)
+        """The values of TIER_LABELS, None where nothing is published. Known after the first step. Renewed names are
+        this engine's alone, and are not published: an engine that is reset after every change of its weights would
+        leave a line of metrics for each.
+        """
+        return None if self._is_renewed else self._publish(self._space.prefix)
 
     @property
     def space(self) -> TierSpace:
@@ -203,7 +207,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         """Have nothing of what is stored, as if the weights were others, and store under names that nobody had before.
         Requests that run go on without the store. Nothing is under way: `drain_jobs` has returned.
         """
-        self._former_labels = self.labels
+        self._former_labels, self._is_renewed = self.labels or self._former_labels, True
         self._space = self._space.renewed(uuid.uuid4().hex)
         self.traffic.rename(self._space)
         self._verdicts.renew()
