@@ -4,7 +4,8 @@ writes. Both are values of headers, kept with the object.
     x-amz-objectcache-layout: layers=32;tokens=16;width=1024;element=bfloat16
     x-amz-objectcache-codec:  kivi4-1;layers=32;tokens=16;width=1024;element=bfloat16;error=0.0861;mean_error=0.0712
 
-Where the chunk's model is calibrated, `;loss=0.0058` stands behind them (storage_server.planning.losses).
+Where the chunk's model is calibrated, `;loss=0.0058` stands behind them (storage_server.planning.losses), and where it
+was encoded with others before, `;before=kivi8-1>k8v4-1`.
 
 `width` are the elements of one token's keys in a layer: KV heads times head dimension.
 """
@@ -23,8 +24,11 @@ WIDTH_MAX = 1 << 16
 _LAYOUT = re.compile(r"layers=([0-9]{1,6});tokens=([0-9]{1,9});width=([0-9]{1,6});element=([a-z0-9]{1,16})")
 _NUMBER = "([0-9.e+-]{1,24})"
 _SIX_DIGITS_UP = Context(prec=6, rounding=ROUND_CEILING)
+_CODEC = "[a-z0-9][a-z0-9._-]{0,31}"
+_BEFORE_MAX = 8
 _FORM = re.compile(
-    rf"([a-z0-9][a-z0-9._-]{{0,31}});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}(?:;loss={_NUMBER})?"
+    rf"({_CODEC});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}(?:;loss={_NUMBER})?"
+    rf"(?:;before=({_CODEC}(?:>{_CODEC}){{0,{_BEFORE_MAX - 1}}}))?"
 )
 
 
@@ -67,7 +71,7 @@ class KvLayout:
 class EncodedForm:
     """An encoded chunk: its codec, the layout of the exact one, and the errors of its layers, of keys and of values:
     the greatest, and the mean. `loss` is the calibrated one when it was encoded, in nats a token; 0 where there was no
-    calibration. Raises ValueError.
+    calibration. `before` are the codecs that it was encoded with earlier. Raises ValueError.
     """
 
     codec: str
@@ -75,6 +79,7 @@ class EncodedForm:
     worst_error: float
     mean_error: float
     loss: float = 0.0
+    before: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(0 <= each < math.inf for each in (self.mean_error, self.worst_error, self.loss)):
@@ -84,7 +89,9 @@ class EncodedForm:
     def text(self) -> str:
         """The header's value. An error, and a loss, is told up to its sixth digit, rounded up."""
         worst, mean, loss = (f"{_rounded_up(each):.6g}" for each in (self.worst_error, self.mean_error, self.loss))
-        return f"{self.codec};{self.layout.text};error={worst};mean_error={mean}{f';loss={loss}' if self.loss else ''}"
+        told = f"{self.codec};{self.layout.text};error={worst};mean_error={mean}"
+        told += f";loss={loss}" if self.loss else ""
+        return told + (f";before={'>'.join(self.before)}" if self.before else "")
 
     @classmethod
     def parse(cls, text: str) -> EncodedForm:
@@ -92,7 +99,8 @@ class EncodedForm:
         found = _FORM.fullmatch(text)
         if found is None:
             raise ValueError(f"no form: {text!r}")
-        return cls(found[1], KvLayout.parse(found[2]), float(found[7]), float(found[8]), float(found[9] or 0))
+        before = tuple(found[10].split(">")) if found[10] else ()
+        return cls(found[1], KvLayout.parse(found[2]), float(found[7]), float(found[8]), float(found[9] or 0), before)
 
 
 def _rounded_up(error: float) -> float:

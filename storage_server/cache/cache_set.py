@@ -14,6 +14,7 @@ from storage_server.cache.caches import Cache, ahead_bytes_of, spare_bytes_of
 from storage_server.cache.policies.choice import policy_of
 from storage_server.cache.rules.books import Books
 from storage_server.cache.rules.hold_budget import HoldBudget
+from storage_server.cache.rules.replacing import MakeLadder
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.space import OFFERED_FRACTION, Space
 from storage_server.settings import CacheSettings
@@ -28,6 +29,8 @@ HELD_FRACTION = 0.5
 """Pins and leases of one tenant, and parts of open uploads, take no more than this fraction of what all caches may take
 together: they must not close the cache to others.
 """
+LadderOf = Callable[[CacheSettings], MakeLadder]
+"""How the objects of a bucket that replaces them are encoded before they leave."""
 
 
 class CacheSet:
@@ -44,7 +47,9 @@ class CacheSet:
         want: Callable[[], None],
         growth: float,
         free_bytes: Callable[[], int],
+        ladder_of: LadderOf | None = None,
     ) -> None:
+        self._ladder_of = ladder_of
         self._space = space
         self._bound = bound
         self._want = want
@@ -237,7 +242,8 @@ class CacheSet:
 
     def _made(self, settings: CacheSettings) -> Cache:
         growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
-        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s, self._held)
+        ladder = None if self._ladder_of is None or not settings.replaces else self._ladder_of(settings)
+        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s, self._held, ladder)
         if settings.bucket is None:
             return Cache(books)
         cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)

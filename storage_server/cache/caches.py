@@ -11,18 +11,20 @@ from typing import NamedTuple
 
 from descriptors.chunk_flags import is_flagged
 from descriptors.errors import CallerError
-from descriptors.headers import LAYOUT_HEADER, PREFIX_HEADER
+from descriptors.headers import CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER, PREFIX_HEADER
+from descriptors.kv_forms import EncodedForm, KvLayout
 from descriptors.objects import Attributes
 from descriptors.pins import PIN_TAG, pinned_until
 from descriptors.prefix_keys import model_of
 from descriptors.status import MODELS_MAX, CacheStatus
 from descriptors.units import GIB, MIB
-from storage_server.cache.replacer import layout_of
+from storage_server.cache.policies.ladder import ChunkForm
 from storage_server.cache.rules.books import Books
 from storage_server.cache.rules.entry import Entry
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.rules.rows import CachedRow, KeyChange, attributes_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
+from storage_server.planning.forms import kept_form
 
 MODELS_COUNTED_MAX = 512
 """With more models in one cache, counts by model are not exact."""
@@ -130,7 +132,7 @@ class Cache:
 def entry_of(change: KeyChange) -> Entry:
     """The books' entry of an object that was put just now."""
     assert change.version is not None
-    pin, is_shared, is_replaceable = _marks(change.attributes)
+    pin, is_shared, form = _marks(change.attributes)
     return Entry(
         change.version,
         _room_of(change.nbytes),
@@ -139,15 +141,16 @@ def entry_of(change: KeyChange) -> Entry:
         pinned_until=pin,
         is_dirty=change.is_dirty,
         is_shared=is_shared,
-        is_replaceable=is_replaceable,
+        form=_form_of_bytes(form, change.nbytes),
+        replaced_version=change.replaced_version,
     )
 
 
 def former_entry(row: CachedRow) -> Entry:
     """The books' entry of an object of before a restart. One that was never used counts as used when it was put."""
     text, modified_at, used_at = row.attributes, row.modified_at, row.used_at
-    has_marks = PIN_TAG in text or PREFIX_HEADER in text or LAYOUT_HEADER in text
-    pin, is_shared, is_replaceable = _marks_of(text) if has_marks else NO_MARKS
+    has_marks = PIN_TAG in text or PREFIX_HEADER in text or LAYOUT_HEADER in text or CODEC_HEADER in text
+    pin, is_shared, form = _marks_of(text) if has_marks else NO_MARKS
     return Entry(
         version=row.version,
         nbytes=_room_of(row.nbytes),
@@ -159,7 +162,7 @@ def former_entry(row: CachedRow) -> Entry:
         leased_until=row.leased_until,
         is_dirty=bool(row.is_dirty),
         is_shared=is_shared,
-        is_replaceable=is_replaceable,
+        form=_form_of_bytes(form, row.nbytes),
     )
 
 
@@ -167,9 +170,9 @@ def _room_of(nbytes: int) -> int:
     return max(ALIGNMENT_BYTES, aligned(nbytes))
 
 
-_Marks = tuple[float | None, bool, bool]
-"""The end of the pin, whether it is flagged as shared, and whether an encoded one may replace it."""
-NO_MARKS: _Marks = (None, False, False)
+_Marks = tuple[float | None, bool, ChunkForm | None]
+"""The end of the pin, whether it is flagged as shared, and its form, if its layout is known."""
+NO_MARKS: _Marks = (None, False, None)
 
 
 @lru_cache(1024)
@@ -178,8 +181,34 @@ def _marks_of(text: str) -> _Marks:
 
 
 def _marks(attributes: Attributes) -> _Marks:
-    headers = attributes.headers
-    return _pinned_until(attributes.tags), is_flagged(attributes, PREFIX_HEADER), layout_of(headers) is not None
+    form = form_of(attributes.headers)
+    pin = _pinned_until(attributes.tags)
+    return pin, is_flagged(attributes, PREFIX_HEADER), None if form is None else _the_one(form)
+
+
+@lru_cache(1024)
+def _the_one(form: ChunkForm) -> ChunkForm:
+    """One for all chunks of a form: a cache has many of them."""
+    return form
+
+
+def form_of(headers: Mapping[str, str]) -> ChunkForm | None:
+    """The form of a stored chunk: exact, with the layout that its PUT declared, or encoded; None for other objects."""
+    content_class = headers.get(CLASS_HEADER, "")
+    text = headers.get(CODEC_HEADER)
+    if text is not None:
+        encoded = kept_form(text)
+        return None if encoded is None else ChunkForm(EncodedForm.parse(text).layout, encoded.chain, content_class)
+    try:
+        layout = KvLayout.parse(headers[LAYOUT_HEADER])
+    except (KeyError, ValueError):
+        return None
+    return ChunkForm(layout, (), content_class)
+
+
+def _form_of_bytes(form: ChunkForm | None, nbytes: int) -> ChunkForm | None:
+    """None where a layout was declared of other bytes than the object has."""
+    return form if form is None or form.chain or form.layout.nbytes == nbytes else None
 
 
 def is_pinned(attributes: Attributes, now: float) -> bool:

@@ -13,9 +13,9 @@ from itertools import groupby
 from storage_server.cache.cache_set import CacheSet
 from storage_server.cache.caches import is_pinned
 from storage_server.cache.news import News
-from storage_server.cache.replacements import Replacements
-from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.departures import Departures
+from storage_server.cache.rules.entry import Victim
+from storage_server.cache.rules.replacing import Replacement
 from storage_server.cache.written_uses import Change
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.removal import remove_versions
@@ -85,39 +85,35 @@ class Evictions:
 
         await self._io.run(put_back)
 
-    async def given_up(self, replacements: Replacements) -> list[Victim]:
-        """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""
-        async with self._leaving_one:
-            taken = [victim for lack in self._caches.lacking() for victim in replacements.give_up(*lack)]
-            if not taken:
-                return []
-            try:
-                return await self._io.run(lambda: [victim for victim in taken if self._may_leave(victim)])
-            except BaseException:
-                await self.take_back(taken)
-                raise
+    async def given_up(self, replacements: Sequence[Replacement]) -> list[Victim]:
+        """Those of these objects that leave in place of being encoded."""
 
-    def _may_leave(self, victim: Victim) -> bool:
-        """Runs in the thread."""
-        self._news.take_over()
-        cache = self._caches.of(victim.bucket)
-        return cache is None or cache.is_gone(victim.key) or not cache.books.takes_back(victim)
+        def give_up() -> list[Victim]:
+            self._news.take_over()
+            found = [(self._caches.of(each.bucket), each) for each in replacements]
+            victims = [cache.books.replacing.give_up(each) for cache, each in found if cache is not None]
+            return [victim for victim in victims if victim is not None]
+
+        return await self._io.run(give_up) if replacements else []
 
     @asynccontextmanager
-    async def leaving(self, victim: Victim) -> AsyncIterator[bool]:
-        """Whether a victim that was set aside may leave; while the block runs no lookup promises it."""
+    async def replacing(self, replacement: Replacement) -> AsyncIterator[bool]:
+        """Whether an object may be replaced by an encoded one; while the block runs no lookup promises it."""
+
+        def may() -> bool:
+            self._news.take_over()
+            cache = self._caches.of(replacement.bucket)
+            return cache is not None and cache.books.replacing.may_replace(replacement)
+
         async with self._leaving_one:
-            self.departures.begin([(victim.bucket, victim.key)])
+            self.departures.begin([(replacement.bucket, replacement.key)])
             try:
-                yield await self._io.run(partial(self._may_leave, victim))
+                yield await self._io.run(may)
             finally:
                 self.departures.end()
 
-    async def delete(self, victim: Victim) -> None:
-        """Delete a victim inside a block of `leaving`."""
-        try:
-            removed = await self._removed(victim.bucket, [victim])
-        except BaseException:
-            await self.take_back([victim])
-            raise
-        self._count(victim.bucket, [victim] * removed, removed)
+    async def keep(self, replacement: Replacement, *, is_refused: bool) -> None:
+        """An object that was to be encoded stays as it is."""
+        cache = self._caches.of(replacement.bucket)
+        if cache is not None:
+            await self._io.run(partial(cache.books.replacing.keep, replacement, is_refused=is_refused))

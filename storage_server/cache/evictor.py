@@ -17,13 +17,14 @@ from functools import partial
 
 from descriptors.errors import ObjectCacheError
 from objectcache.adapters.long_lived import note_long_lived
-from storage_server.cache.cache_set import CacheSet
+from storage_server.cache.cache_set import CacheSet, LadderOf
 from storage_server.cache.evictions import Evictions
 from storage_server.cache.former_objects import FormerObjects
 from storage_server.cache.news import AskedPrefix, News
 from storage_server.cache.replacements import Replacements
 from storage_server.cache.replacer import Replacer
-from storage_server.cache.rules.books import Victim
+from storage_server.cache.rules.entry import Victim
+from storage_server.cache.rules.replacing import Replacement
 from storage_server.cache.written_uses import Change, WrittenUses
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.io_threads import IoThreads
@@ -58,6 +59,7 @@ class Evictor(Watcher):
         growth: float = 0.0,
         free_bytes: Callable[[], int] = lambda: 0,
         readers_withhold: Callable[[], bool] = lambda: False,
+        ladder_of: LadderOf | None = None,
     ) -> None:
         self._readers_withhold = readers_withhold
         self._sync_soon = sync_soon
@@ -69,7 +71,13 @@ class Evictor(Watcher):
         self._wake = asyncio.Event()
         self._day = TimeOfDay(time.time(), time.monotonic())
         self.caches = CacheSet(
-            settings=caches, space=space, bound=bound, want=self._want, growth=growth, free_bytes=free_bytes
+            settings=caches,
+            space=space,
+            bound=bound,
+            want=self._want,
+            growth=growth,
+            free_bytes=free_bytes,
+            ladder_of=ladder_of,
         )
         self.news = News(self.caches, self._now)
         self.written = WrittenUses(
@@ -90,7 +98,14 @@ class Evictor(Watcher):
         found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
         if found:
             evictions, room_bytes = self.evictions, self.caches.aside_bytes_max
-            self.replacements = Replacements(replacer, found, evictions.leaving, evictions.delete, room_bytes)
+            self.replacements = Replacements(
+                replacer=replacer,
+                caches=found,
+                replacing=evictions.replacing,
+                keep=evictions.keep,
+                room_bytes=room_bytes,
+                want=self._want,
+            )
 
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
@@ -248,11 +263,12 @@ class Evictor(Watcher):
     async def _step(self) -> bool:
         """Evict what there is no room for. Returns whether anything was to leave."""
         self.caches.derive_capacities()
-        victims = await self._io.run(self._kept)
+        victims, wanted = await self._io.run(self._kept)
         if self.replacements is not None:
-            victims = self.replacements.set_aside(victims, self._now())
+            given_up = self.replacements.set_aside(wanted)
+            given_up += [each for lack in self.caches.lacking() for each in self.replacements.give_up(*lack)]
             try:
-                victims += await self.evictions.given_up(self.replacements)
+                victims += await self.evictions.given_up(given_up)
             except BaseException:
                 await self.evictions.take_back(victims)
                 raise
@@ -274,8 +290,10 @@ class Evictor(Watcher):
                     bound.refuse()
         return bool(victims)
 
-    def _kept(self) -> list[Victim]:
-        """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
+    def _kept(self) -> tuple[list[Victim], list[Replacement]]:
+        """Bring the books up to date, and take what leaves out of them; also what is to be encoded. Runs in the
+        thread.
+        """
         caches, news = self.caches, self.news
         aside_bytes = 0 if self.replacements is None else self.replacements.nbytes
         caches.bound_holds()
@@ -285,4 +303,5 @@ class Evictor(Watcher):
             caches.whole.books.allow(kept_bytes[id(caches.whole)] + news.coming_bytes)
         news.take_over()
         kept_bytes, now = caches.kept_bytes(aside_bytes, is_restored=news.is_restored), self._now()
-        return [victim for cache in caches.all() for victim in cache.books.leaving(kept_bytes[id(cache)], now)]
+        victims = [victim for cache in caches.all() for victim in cache.books.leaving(kept_bytes[id(cache)], now)]
+        return victims, [each for cache in caches.all() for each in cache.books.replacing.told()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from storage_server.cache.cache_set import CacheSet
 from storage_server.cache.caches import entry_of
-from storage_server.cache.rules.books import Victim
+from storage_server.cache.rules.entry import Victim
 from storage_server.kernel.rules.rows import KeyChange
 from storage_server.planning.extent import aligned
 

@@ -1,87 +1,93 @@
-"""Victims of buckets with `lossy = "replace"`: they stay until they are encoded, or somebody waits for their room."""
+"""Objects of buckets with `lossy = "replace"` that the books want encoded: they stay as they are until that is done, or
+somebody waits for their room.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from typing import Protocol
 
 from storage_server.cache.replacer import Replacer
-from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.entry import Name
+from storage_server.cache.rules.replacing import Replacement
 from storage_server.settings import CacheSettings
 
 PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
-Leaving = Callable[[Victim], AbstractAsyncContextManager[bool]]
-"""Whether a victim may leave; while the block runs no lookup promises it."""
+Replacing = Callable[[Replacement], AbstractAsyncContextManager[bool]]
+"""Whether an object may be replaced; while the block runs no lookup promises it."""
+
+
+class Keep(Protocol):
+    """Has the books keep an object as it is."""
+
+    async def __call__(self, replacement: Replacement, *, is_refused: bool) -> None: ...
 
 
 class Replacements:
-    """`caches` has the buckets, of each of which at most `room_bytes` are set aside. `delete` deletes a victim inside a
-    block of `leaving`. Used from one event loop, but for `nbytes`.
+    """`caches` has the buckets, of each of which at most `room_bytes` are set aside. `want` is called when the books
+    are to look again. Used from one event loop, but for `nbytes`.
     """
 
     def __init__(
         self,
+        *,
         replacer: Replacer,
         caches: Mapping[str, CacheSettings],
-        leaving: Leaving,
-        delete: Callable[[Victim], Awaitable[None]],
+        replacing: Replacing,
+        keep: Keep,
         room_bytes: Callable[[str], int],
+        want: Callable[[], None],
     ) -> None:
         self._room_bytes = room_bytes
         self._of_buckets: Counter[str] = Counter()
         self.nbytes = 0
-        """The space of what is set aside."""
+        """The bytes that the books do not count any more, and that are still taken."""
         self._replacer = replacer
         self._caches = caches
-        self._leaving = leaving
-        self._delete = delete
-        self._aside: dict[Name, Victim] = {}
+        self._replacing = replacing
+        self._keep = keep
+        self._want = want
+        self._aside: dict[Name, Replacement] = {}
         self._wake = asyncio.Event()
 
-    def set_aside(self, victims: Sequence[Victim], now: float) -> list[Victim]:
-        """Set those aside that can be replaced. Returns the others, among them those whose time has come."""
-        others: list[Victim] = []
-        for victim in victims:
-            cache = self._caches.get(victim.bucket)
-            is_replaceable = cache is not None and victim.entry.is_replaceable and not _is_over(victim, cache, now)
-            self._drop((victim.bucket, victim.key))  # an earlier object of the key
-            if is_replaceable and self._has_room(victim):
-                self._aside[victim.bucket, victim.key] = victim
-                self._count(victim, 1)
+    def set_aside(self, wanted: Sequence[Replacement]) -> list[Replacement]:
+        """Set these aside. Returns those for which there is no room."""
+        others: list[Replacement] = []
+        for each in wanted:
+            self._drop(each.name)  # an earlier form of the key, which nobody wants any more
+            if self._of_buckets[each.bucket] + each.entry.nbytes <= self._room_bytes(each.bucket):
+                self._aside[each.name] = each
+                self._count(each, 1)
                 self._wake.set()
             else:
-                others.append(victim)
+                others.append(each)
         return others
 
-    def _has_room(self, victim: Victim) -> bool:
-        return self._of_buckets[victim.bucket] + victim.entry.nbytes <= self._room_bytes(victim.bucket)
+    def _drop(self, name: Name) -> None:
+        replacement = self._aside.pop(name, None)
+        if replacement is not None:
+            self._count(replacement, -1)
 
-    def _drop(self, name: Name) -> Victim | None:
-        victim = self._aside.pop(name, None)
-        if victim is not None:
-            self._count(victim, -1)
-        return victim
+    def _count(self, replacement: Replacement, sign: int) -> None:
+        self.nbytes += sign * replacement.spare_bytes
+        self._of_buckets[replacement.bucket] += sign * replacement.entry.nbytes
 
-    def _count(self, victim: Victim, sign: int) -> None:
-        self.nbytes += sign * victim.entry.nbytes
-        self._of_buckets[victim.bucket] += sign * victim.entry.nbytes
-
-    def give_up(self, nbytes: int, bucket: str | None = None) -> list[Victim]:
-        """Take victims of so many bytes that were set aside first, of one bucket or of all: somebody waits for room."""
-        taken: list[Victim] = []
-        for name, victim in list(self._aside.items()):
+    def give_up(self, nbytes: int, bucket: str | None = None) -> list[Replacement]:
+        """Take objects of so many bytes that were set aside first, of one bucket or of all: somebody waits for room."""
+        taken: list[Replacement] = []
+        for name, each in list(self._aside.items()):
             if nbytes <= 0:
                 break
-            if bucket is None or victim.bucket == bucket:
+            if bucket is None or each.bucket == bucket:
                 self._drop(name)
-                taken.append(victim)
-                nbytes -= victim.entry.nbytes
+                taken.append(each)
+                nbytes -= each.entry.nbytes
         return taken
 
     async def run(self) -> None:
@@ -96,26 +102,20 @@ class Replacements:
                     await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
 
-    async def _replace(self, victim: Victim) -> None:
-        bucket, name = victim.bucket, (victim.bucket, victim.key)
-        made = await self._replacer.encoded(bucket, victim.key, victim.entry.version, self._caches[bucket])
-        if made is not None and await self._replacer.put(bucket, made, partial(self._taken, name, victim)):
-            return
-        async with self._taken(name, victim) as may_leave:
-            if may_leave:
-                await self._delete(victim)
+    async def _replace(self, replacement: Replacement) -> None:
+        made = await self._replacer.encoded(replacement, self._caches[replacement.bucket])
+        is_put = made is not None and await self._replacer.put(
+            replacement.bucket, made, partial(self._taken, replacement)
+        )
+        if self._aside.get(replacement.name) is replacement:
+            self._drop(replacement.name)
+        if not is_put:
+            await self._keep(replacement, is_refused=made is None)
+            self._want()
 
     @asynccontextmanager
-    async def _taken(self, name: Name, victim: Victim) -> AsyncIterator[bool]:
-        """Whether it may leave now. It is set aside no more then."""
-        async with self._leaving(victim) as may_leave:
-            if self._aside.get(name) is not victim:
-                yield False  # given up meanwhile
-                return
-            yield may_leave
-            if self._aside.get(name) is victim:
-                self._drop(name)
-
-
-def _is_over(victim: Victim, cache: CacheSettings, now: float) -> bool:
-    return cache.ttl_s is not None and victim.entry.modified_at + cache.ttl_s <= now
+    async def _taken(self, replacement: Replacement) -> AsyncIterator[bool]:
+        """Whether it may be replaced now."""
+        async with self._replacing(replacement) as may_replace:
+            is_wanted = self._aside.get(replacement.name) is replacement
+            yield may_replace and is_wanted

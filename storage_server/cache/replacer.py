@@ -3,7 +3,8 @@
 The chunk is read and proved, encoded in a thread of its own that works half of the time, decoded again, and compared.
 If its error is within the bucket's bound, one transaction puts a new object in its place, provided that the key still
 shows what was read: with its own length, ETag, checksum and date, and with its form in its headers. A crash leaves the
-one object or the other. A reader of the exact chunk keeps it to the end.
+one object or the other. A reader of the chunk as it was keeps it to the end. An encoded chunk is encoded further from
+its present bytes, and its label tells which codecs it has passed.
 
 Only a chunk is replaced whose PUT declared its layout, so that whoever wrote it decides, and not whoever reads it.
 """
@@ -13,21 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 
 from descriptors.errors import ObjectCacheError
-from descriptors.headers import CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER
-from descriptors.kv_forms import KvLayout
+from descriptors.headers import CODEC_HEADER, LAYOUT_HEADER
 from descriptors.layer_forms import LossBasis
 from descriptors.objects import Attributes, BodyDigests, ObjectInfo
 from descriptors.storage_api import Piece
 from objectcache.adapters.threads import to_end
-from storage_server.cache.policies.replacement import replacements
+from objectcache.kv_codecs.layer import Codec
+from storage_server.cache.policies.ladder import ChunkForm, Ladder, Ladders
 from storage_server.cache.policies.utility_policy import UtilitySettings
 from storage_server.cache.recoding import Recoder
+from storage_server.cache.rules.entry import Name
+from storage_server.cache.rules.replacing import MakeLadder, Replacement
+from storage_server.delivery.scheduler.profiles import ComputeProfile, computed_rates
 from storage_server.kernel.data.bodies import BodyWriter
 from storage_server.kernel.data.extents import ExtentFiles
 from storage_server.kernel.index import transaction
@@ -36,15 +40,34 @@ from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.reads import Reads
 from storage_server.kernel.rules.rows import StoredObject
 from storage_server.planning.extent import CorruptExtentError, Extent, read_object
-from storage_server.planning.forms import Encoded, LossView, Reading, shape_of
+from storage_server.planning.forms import Encoded, LossView, Reading, kept_form, shape_of
 from storage_server.planning.losses import LossTable
 from storage_server.settings import CacheSettings
 
 REPLACED_BYTES_MAX = 64 << 20
 """Larger chunks are evicted: encoding one must not keep others waiting for seconds."""
-MayLeave = Callable[[], AbstractAsyncContextManager[bool]]
-"""Says whether an object may leave. While its block runs nobody is promised the object."""
+MayReplace = Callable[[], AbstractAsyncContextManager[bool]]
+"""Says whether an object may be replaced. While its block runs nobody is promised the object."""
 _log = logging.getLogger(__name__)
+
+
+def ladders_of(
+    settings: UtilitySettings, losses: LossTable, profiles: Sequence[ComputeProfile] = ()
+) -> Callable[[CacheSettings], MakeLadder]:
+    """The ladders of the chunks of a bucket, within its bound of the loss; `profiles` say how fast KV is computed."""
+    ladders = Ladders(settings, computed_rates(profiles))
+
+    def ladder_of(cache: CacheSettings) -> MakeLadder:
+        def made(name: Name, form: ChunkForm, refused: Collection[Codec]) -> Ladder:
+            if form.layout.nbytes > REPLACED_BYTES_MAX:
+                return ()
+            bucket, key = name
+            view = None if cache.max_loss is None else LossView(losses, losses.model_of(bucket, [key]), cache.max_loss)
+            return ladders.of(form, view, refused)
+
+        return made
+
+    return ladder_of
 
 
 class Replacer:
@@ -80,20 +103,22 @@ class Replacer:
         """Wait for the chunk that is being encoded."""
         self._recoder.close()
 
-    async def encoded(self, bucket: str, key: str, version: int, cache: CacheSettings) -> Made | None:
+    async def encoded(self, wanted: Replacement, cache: CacheSettings) -> Made | None:
         """The chunk encoded, within the bounds of its bucket; None where the key shows another version, or what it
-        shows cannot be replaced.
+        shows cannot be encoded so.
         """
+        bucket, key, form = wanted.bucket, wanted.key, wanted.entry.form
         async with self._reads.open_stored(bucket, key) as (stored, extents):
-            if stored is None or stored.version != version:
+            if stored is None or stored.version != wanted.entry.version or form is None:
                 return None
-            layout = layout_of(stored.info.attributes.headers)
-            if layout is None or layout.nbytes != stored.info.nbytes or layout.nbytes > REPLACED_BYTES_MAX:
-                return None
-            content_class = stored.info.attributes.headers.get(CLASS_HEADER, "")
             loop = asyncio.get_running_loop()
             view = LossView(self._losses, self._losses.model_of(bucket, [key]), cache.max_loss)
-            work = partial(self._encode, layout, content_class, list(extents), cache.max_error, view)
+            before = kept_form(stored.info.attributes.headers.get(CODEC_HEADER, ""))
+            nbytes = form.layout.nbytes if before is None else before.nbytes
+            if nbytes != stored.info.nbytes:
+                return None
+            data = memoryview(bytearray(nbytes))
+            work = partial(self._encode, form, before, wanted.codec, list(extents), data, cache, view)
             try:
                 made = await to_end(loop.run_in_executor(self._recoder.threads, work))
             except CorruptExtentError as error:
@@ -105,46 +130,39 @@ class Replacer:
                 return None
         if made is None:
             return None
-        encoded, data = made
+        encoded, packed = made
         told = view.told(encoded)
-        return Made(stored, replace(encoded, least_loss=told.kl if told.basis is LossBasis.CALIBRATED else 0.0), data)
+        return Made(stored, replace(encoded, least_loss=told.kl if told.basis is LossBasis.CALIBRATED else 0.0), packed)
 
     def _encode(
         self,
-        layout: KvLayout,
-        content_class: str,
-        extents: list[Extent],
-        max_error: float | None,
-        losses: LossView,
+        form: ChunkForm,
+        before: Encoded | None,
+        codec: Codec,
+        extents: Sequence[Extent],
+        data: memoryview,
+        cache: CacheSettings,
+        view: LossView,
     ) -> tuple[Encoded, bytes] | None:
         """Runs in the thread."""
-        shape = shape_of(layout)
-        reading = Reading(shape, layout.num_layers, tuple(self._settings.codecs), losses=losses)
-        codecs = [
-            codec
-            for codec in replacements(shape, layout.num_layers, content_class, self._settings)
-            if reading.bears(reading.loss_of((codec,)))
-        ]
-        if not codecs:
-            return None
-        exact = memoryview(bytearray(layout.nbytes))
-        read_object(self._files.open.read_into, extents, 0, exact)
-        for codec in codecs:
-            made = self._recoder.encode(exact, reading, codec)
-            if made is None or max_error is None or made[0].worst_error <= max_error:
-                return made
-        return None
+        reading = Reading(shape_of(form.layout), form.layout.num_layers, (codec,), cache.max_error, losses=view)
+        read_object(self._files.open.read_into, list(extents), 0, data)
+        if before is None:
+            made = self._recoder.encode(data, reading, codec)
+        else:
+            made = self._recoder.encode_further(data, before, reading, codec)
+        return made if made is not None and reading.takes(made[0]) else None
 
-    async def put(self, bucket: str, made: Made, may_leave: MayLeave) -> bool:
-        """Put the encoded chunk in the place of the exact one, unless `may_leave` forbids it, or the key shows
-        something else by now. False where there is no room.
+    async def put(self, bucket: str, made: Made, may_replace: MayReplace) -> bool:
+        """Put the encoded chunk in the place of the one before, unless `may_replace` forbids it, or the key shows
+        something else by now. Whether it is there; it is not where there is no room, either.
         """
         before = made.before.info
         algorithm = None if before.checksum is None else before.checksum.algorithm
         try:
-            async with self._writer.received(len(made.data), algorithm, made) as (part, pending), may_leave() as may:
+            async with self._writer.received(len(made.data), algorithm, made) as (part, pending), may_replace() as may:
                 if not may:
-                    return True
+                    return False
                 info = ObjectInfo(
                     key=before.key,
                     nbytes=part.nbytes,
@@ -164,7 +182,7 @@ class Replacer:
         if is_put:
             self.replaced_count += 1
             self.freed_bytes += before.nbytes - len(made.data)
-        return True
+        return is_put
 
 
 class Made:
@@ -191,14 +209,3 @@ class Made:
     def digests(self) -> BodyDigests:
         """None: the bytes were made here."""
         return BodyDigests()
-
-
-def layout_of(headers: Mapping[str, str]) -> KvLayout | None:
-    """The layout that an object's PUT declared; None where it is no exact chunk of a known layout."""
-    text = headers.get(LAYOUT_HEADER)
-    if text is None or CODEC_HEADER in headers:
-        return None
-    try:
-        return KvLayout.parse(text)
-    except ValueError:
-        return None

@@ -24,7 +24,7 @@ from descriptors.storage_api import Piece
 from objectcache.adapters.beneath import Beneath
 from objectcache.adapters.threads import to_end
 from storage_server.cache.evictor import Evictor
-from storage_server.cache.replacer import Replacer
+from storage_server.cache.replacer import Replacer, ladders_of
 from storage_server.delivery.scheduler.profiles import growth_of
 from storage_server.kernel.chunks import EmbeddedChunks
 from storage_server.kernel.data.bodies import BodyReader, BodyWriter
@@ -110,6 +110,9 @@ class EmbeddedStore:
             growth=growth_of(settings.scheduler.profiles),
             free_bytes=partial(disk.free_bytes, settings.data_dir),
             readers_withhold=self.slow_readers.keep_others_out,
+            ladder_of=None
+            if settings.compression is None
+            else ladders_of(settings.compression, settings.losses, settings.scheduler.profiles),
         )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)

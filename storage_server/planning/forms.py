@@ -69,7 +69,15 @@ class Encoded:
         """As it is kept with an object."""
         shape = self.shape
         layout = KvLayout(self.num_layers, shape.tokens, shape.width, _ELEMENT_NAMES[shape.element])
-        return EncodedForm(self.codec.value, layout, self.worst_error, self.mean_error, self.least_loss)
+        before = tuple(codec.value for codec in self.before)
+        return EncodedForm(
+            codec=self.codec.value,
+            layout=layout,
+            worst_error=self.worst_error,
+            mean_error=self.mean_error,
+            loss=self.least_loss,
+            before=before,
+        )
 
 
 class Takes(Protocol):
@@ -227,6 +235,7 @@ def kept_form(text: str) -> Encoded | None:
             num_layers=layout.num_layers,
             worst_error=found.worst_error,
             mean_error=found.mean_error,
+            before=tuple(_BY_NAME[name] for name in found.before),
             least_loss=found.loss,
         )
     except (ValueError, KeyError):

@@ -34,6 +34,7 @@ decoded_bytes_per_s = "2GB"
 [[buckets]]
 name = "chunks"
 capacity_bytes = "1MiB"
+eviction = "lru"
 lossy = "replace"
 """
 

@@ -75,7 +75,7 @@ def put_slowly(client: Client, local: LocalStack, keys: list[str], chunks: np.nd
     """Store chunks as fast as they are encoded."""
     for key, chunk in zip(keys, chunks, strict=True):
         client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.replacements.nbytes < 2 * LAYOUT.chunk_bytes)
+        assert eventually(lambda: has_room(local))
 
 
 def has_room(local: LocalStack) -> bool:

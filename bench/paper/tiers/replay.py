@@ -101,6 +101,9 @@ class Optimum(EvictionOrder):
     def put_back(self, resident: Resident) -> None:
         heappush(self._queue, (*self._current[resident.key], resident.key))
 
+    def put_behind(self, resident: Resident) -> None:
+        self.put_back(resident)
+
     def left(self, resident: Resident) -> None:
         del self._current[resident.key], self._residents[resident.key]
 

@@ -56,11 +56,17 @@ class AdaptiveReplacement(EvictionOrder):
             return self._once.take_first()
         return self._again.take_first()
 
+    def _queue(self, resident: Resident) -> Queue:
+        return self._again if resident.key in self._again_keys else self._once
+
     def take(self, resident: Resident) -> None:
-        (self._again if resident.key in self._again_keys else self._once).take(resident)
+        self._queue(resident).take(resident)
 
     def put_back(self, resident: Resident) -> None:
-        (self._again if resident.key in self._again_keys else self._once).put_first(resident)
+        self._queue(resident).put_first(resident)
+
+    def put_behind(self, resident: Resident) -> None:
+        self._queue(resident).put_last(resident)
 
     def left(self, resident: Resident) -> None:
         if resident.key in self._again_keys:
@@ -122,11 +128,17 @@ class S3Fifo(EvictionOrder):
             self._main.put_last(resident)
         return self._small.take_first()
 
+    def _queue(self, resident: Resident) -> Queue:
+        return self._main if resident.key in self._main_keys else self._small
+
     def take(self, resident: Resident) -> None:
-        (self._main if resident.key in self._main_keys else self._small).take(resident)
+        self._queue(resident).take(resident)
 
     def put_back(self, resident: Resident) -> None:
-        (self._main if resident.key in self._main_keys else self._small).put_first(resident)
+        self._queue(resident).put_first(resident)
+
+    def put_behind(self, resident: Resident) -> None:
+        self._queue(resident).put_last(resident)
 
     def left(self, resident: Resident) -> None:
         del self._use_counts[resident.key]

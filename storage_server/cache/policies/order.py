@@ -2,15 +2,18 @@
 
 A request names the chunks of a prefix in order. Chunk i + 1 is the child of chunk i, since its KV is of use only behind
 the KV of chunk i. `EvictionPolicy` (storage_server.cache.policies.policy) keeps children before parents, pins and the
-capacity; an order only knows the chunks that it has been given.
+capacity; an order only knows the chunks that it has been given. A chunk with a ladder (storage_server.cache.policies.
+ladder) is encoded when its turn comes, and gets another turn, until it is on the last rung.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from storage_server.cache.policies.ladder import Ladder, Rung
 
 Key = Hashable
 
@@ -19,14 +22,16 @@ Key = Hashable
 class Request:
     """The chunks of one prefix in order, and the bytes of each one. `now_s` never goes back from request to request.
     A client may say that the first `shared_count` chunks are a prefix that many prompts share, for example a system
-    prompt. Raises ValueError for a key that is named twice, for sizes that are not positive or not one for each key,
-    and for a `shared_count` that is no count of the chunks.
+    prompt. Chunks that may be encoded have `ladders`, which count where they are new. Raises ValueError for a key that
+    is named twice, for sizes that are not positive or not one for each key, and for a `shared_count` that is no count
+    of the chunks.
     """
 
     now_s: float
     keys: Sequence[Key]
     sizes_bytes: Sequence[int]
     shared_count: int = 0
+    ladders: Mapping[Key, Ladder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
@@ -39,7 +44,8 @@ class Request:
 
 class Former(NamedTuple):
     """A resident of before a restart: when it was used last, how often in all, and the chunk that it was used behind,
-    None where that is not known. Of one that `is_shared` a client has said that many prompts begin with it.
+    None where that is not known. Of one that `is_shared` a client has said that many prompts begin with it. `ladder` is
+    empty for one that is not encoded.
     """
 
     key: Key
@@ -48,19 +54,23 @@ class Former(NamedTuple):
     use_count: int = 1
     parent: Key | None = None
     is_shared: bool = False
+    ladder: Ladder = ()
 
 
 class Resident:
     """A chunk in the cache."""
 
     __slots__ = (
-        "child_count", "is_asked", "is_held_back", "is_resident", "key", "nbytes", "parent", "pin_count",
-        "pinned_child_count",
+        "child_count", "is_asked", "is_held_back", "is_resident", "key", "ladder", "nbytes", "parent", "pin_count",
+        "pinned_child_count", "rung_number",
     )  # fmt: skip
 
     def __init__(self, key: Key, nbytes: int) -> None:
         self.key = key
         self.nbytes = nbytes
+        self.ladder: Ladder = ()
+        """The forms through which it goes, if it is encoded at all."""
+        self.rung_number = 0
         self.parent: Resident | None = None
         self.child_count = 0
         """Children without pins. Those with pins stay anyway; they must not keep any number of parents, too."""
@@ -86,9 +96,22 @@ class Resident:
             parent.child_count += 1
 
     @property
-    def may_leave(self) -> bool:
-        """Nothing resident needs it, and nobody reads it."""
-        return not (self.child_count or self.pin_count or self.is_asked)
+    def rung(self) -> Rung | None:
+        """Its form; None for one without a ladder."""
+        return self.ladder[self.rung_number] if self.ladder else None
+
+    @property
+    def next_rung(self) -> Rung | None:
+        """The form to which it goes on; None where it leaves."""
+        after = self.rung_number + 1
+        return self.ladder[after] if after < len(self.ladder) else None
+
+    @property
+    def may_go(self) -> bool:
+        """Its next step may be taken: nobody reads it, and nothing resident needs it, or it is only encoded."""
+        if self.pin_count or self.is_asked:
+            return False
+        return not self.child_count or self.next_rung is not None
 
 
 class EvictionOrder(ABC):
@@ -132,7 +155,11 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def put_back(self, resident: Resident) -> None:
-        """Queue a chunk again that `take_next` took, so that it is the next one of its queue."""
+        """Queue a chunk again that `take_next` or `take` took, so that it is the next one of its queue."""
+
+    @abstractmethod
+    def put_behind(self, resident: Resident) -> None:
+        """Queue a chunk again that `take_next` took and that has been encoded, so that it gets another turn."""
 
     def left(self, resident: Resident) -> None:  # noqa: B027 - only some orders remember
         """Remember what has left, where the order does so."""

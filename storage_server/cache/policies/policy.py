@@ -1,7 +1,8 @@
-"""The policy of one bounded cache: what each use admits and evicts.
+"""The policy of one bounded cache: what each use admits, encodes and evicts.
 
 A chunk leaves only after all of its resident children have left, and the hits of a request are the leading chunks that
-are resident. `EvictionOrder` says who leaves first.
+are resident. `EvictionOrder` says whose turn it is. A chunk that has a ladder is encoded at its turn, also while it has
+children, and counts as much as its next form takes from then on; on the last rung it leaves at its turn, as all others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from storage_server.cache.policies.ladder import Ladder, Rung
 from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 
 DEPTH_LOOKED_AT_MAX = 4096
@@ -41,6 +43,8 @@ class EvictionPolicy:
         self._orphans: dict[Key, list[Resident]] = {}
         """Former residents whose parents have not come, by the parent."""
         self._queued_count = 0
+        self.encoded: dict[Key, Rung] = {}
+        """The residents that are to be encoded, and their new forms, until the caller takes them out of here."""
         self._used_bytes = 0
         self._now_s = float("-inf")
 
@@ -93,6 +97,7 @@ class EvictionPolicy:
                 raise ValueError(f"{former.key!r} is resident")
             self._order.note_former(former, now_s, len(self._orphans.get(former.key, ())))
             resident = self._residents[former.key] = self._order.made(former.key, former.nbytes)
+            resident.ladder = former.ladder
             self._used_bytes += former.nbytes
             self._queued_count += 1
             self._join(resident, former.parent)
@@ -109,6 +114,25 @@ class EvictionPolicy:
         """
         self._bound(capacity_bytes)
         return tuple(self._evicted())
+
+    def offer(self, key: Key, nbytes: int, ladder: Ladder) -> None:
+        """Note that a resident takes `nbytes`, and has this ladder: where its form is not what was to be. Raises
+        KeyError for others.
+        """
+        resident = self._residents[key]
+        self.encoded.pop(key, None)
+        if not resident.is_held_back:
+            self._order.take(resident)
+        self._used_bytes += nbytes - resident.nbytes
+        resident.nbytes, resident.ladder, resident.rung_number = nbytes, ladder, 0
+        if not resident.is_held_back:
+            self._order.put_back(resident)
+        elif resident.may_go:
+            self._unpark(resident)
+
+    def resident(self, key: Key) -> Resident:
+        """A resident, to be looked at. Raises KeyError for others."""
+        return self._residents[key]
 
     def remove(self, key: Key) -> bool:
         """Note that a chunk is not there any more, whatever the policy would have done; whether it was resident."""
@@ -142,7 +166,7 @@ class EvictionPolicy:
             if not resident.pin_count and resident.parent is not None:
                 resident.parent.child_count += 1
                 resident.parent.pinned_child_count -= 1
-            if resident.may_leave:
+            if resident.may_go:
                 self._unpark(resident)
 
     def _bound(self, capacity_bytes: int) -> None:
@@ -162,6 +186,7 @@ class EvictionPolicy:
             resident = self._residents.get(key)
             if resident is None:
                 resident = self._residents[key] = self._order.made(key, nbytes)
+                resident.ladder = request.ladders.get(key, ())
                 news.add(key)
             is_alone = resident.parent is None or not resident.parent.is_resident
             if is_alone and not resident.has_children and parent is not None:
@@ -187,12 +212,19 @@ class EvictionPolicy:
             resident.become_child_of(parent)
 
     def _evicted(self) -> list[Key]:
-        """Evict until the residents fit, or until all that remain must stay."""
+        """Encode and evict until the residents fit, or until all that remain must stay."""
         left: list[Key] = []
         while self._used_bytes > self._order.capacity_bytes and self._queued_count:
             resident = self._order.take_next()
+            if resident.may_go and (after := resident.next_rung) is not None:
+                self._used_bytes += after.nbytes - resident.nbytes
+                resident.nbytes = after.nbytes
+                resident.rung_number += 1
+                self.encoded[resident.key] = after
+                self._order.put_behind(resident)
+                continue
             self._queued_count -= 1
-            if resident.may_leave:
+            if resident.may_go:
                 self._leave(resident)
                 left.append(resident.key)
             else:
@@ -202,6 +234,7 @@ class EvictionPolicy:
     def _leave(self, resident: Resident) -> None:
         """End the stay of a chunk that is in no queue."""
         resident.is_resident = False
+        self.encoded.pop(resident.key, None)
         del self._residents[resident.key]
         self._used_bytes -= resident.nbytes
         if not resident.pin_count:
@@ -214,7 +247,7 @@ class EvictionPolicy:
     def _lose_child(self, parent: Resident | None) -> None:
         if parent is not None:
             parent.child_count -= 1
-            if parent.may_leave:
+            if parent.may_go:
                 self._unpark(parent)
 
     def _unpark(self, resident: Resident) -> None:

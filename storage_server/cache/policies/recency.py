@@ -31,6 +31,9 @@ class LeastRecentlyUsed(EvictionOrder):
     def put_back(self, resident: Resident) -> None:
         self._queue.put_first(resident)
 
+    def put_behind(self, resident: Resident) -> None:
+        self._queue.put_last(resident)
+
 
 class LeastFrequentlyUsed(EvictionOrder):
     """The chunk with the fewest uses leaves first; among equals the least recently used one. Uses of the
@@ -80,6 +83,9 @@ class LeastFrequentlyUsed(EvictionOrder):
     def put_back(self, resident: Resident) -> None:
         self._queue(self._use_counts[resident.key]).put_first(resident)
 
+    def put_behind(self, resident: Resident) -> None:
+        self._queue(self._use_counts[resident.key]).put_last(resident)
+
     def left(self, resident: Resident) -> None:
         self._use_counts.leave(resident.key)
 
@@ -123,6 +129,9 @@ class Cascade(EvictionOrder):
 
     def put_back(self, resident: Resident) -> None:
         self._queue(resident).put_first(resident)
+
+    def put_behind(self, resident: Resident) -> None:
+        self._queue(resident).put_last(resident)
 
     def left(self, resident: Resident) -> None:
         self._protected_keys.discard(resident.key)

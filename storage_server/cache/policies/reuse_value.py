@@ -4,7 +4,8 @@ Values are learned online (`reuse_times`), also from chunks that have left: uses
 each byte (`use_worth`). Chunks of one class (`reuse_classes`) and of one worth that one request used are a run. Runs of
 one class, one worth and one bucket of ages have one value and form a cell. An eviction takes from the cell of the
 lowest value, the oldest run first, the deepest chunk first. The number of cells is bounded by the classes, and a run
-moves on through a fixed number of buckets, so the cost of a request does not grow with the number of residents.
+moves on through a fixed number of buckets, so the cost of a request does not grow with the number of residents. A
+chunk that has a ladder waits in the cell of its next step's price: uses per second times what that step costs a use.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ Cell = tuple[int, int, int]
 class _Run:
     """Chunks of one class and one worth that one request used. `unused_count` counts those that were not used since,
     residents and ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has the
-    residents, the deepest one first.
+    residents, the deepest one first; `waiting_at` those whose next step has another price than their worth.
     """
 
-    __slots__ = ("bucket", "chunk_count", "number", "step", "unused_count", "used_at_s", "used_count", "waiting")
+    __slots__ = (
+        "bucket", "chunk_count", "number", "step", "unused_count", "used_at_s", "used_count", "waiting", "waiting_at",
+    )  # fmt: skip
 
     def __init__(self, number: int, step: int, used_at_s: float) -> None:
         self.number = number
@@ -44,16 +47,44 @@ class _Run:
         self.unused_count = 0
         self.used_count = 0
         self.waiting: OrderedDict[_Chunk, None] = OrderedDict()
+        self.waiting_at: dict[int, OrderedDict[_Chunk, None]] | None = None
+
+    def at(self, step: int) -> OrderedDict[_Chunk, None]:
+        """The residents that wait at this price."""
+        if step == self.step:
+            return self.waiting
+        if self.waiting_at is None:
+            self.waiting_at = {}
+        return self.waiting_at.setdefault(step, OrderedDict())
+
+    def steps(self) -> list[int]:
+        """The prices at which residents wait."""
+        steps = [self.step] if self.waiting else []
+        return steps if self.waiting_at is None else [*steps, *self.waiting_at]
+
+    def close(self, step: int) -> None:
+        """Forget a price at which none waits any more."""
+        if self.waiting_at is not None:
+            self.waiting_at.pop(step, None)
 
 
 class _Chunk(Resident):
-    """A resident and the run that it waits in."""
+    """A resident, the run that it waits in, and the price of its next step."""
 
-    __slots__ = ("run",)
+    __slots__ = ("run", "step")
 
     def __init__(self, key: Key, nbytes: int, run: _Run) -> None:
         super().__init__(key, nbytes)
         self.run = run
+        self.step = run.step
+
+    def place(self) -> None:
+        """Find the price of its next step: that of encoding it is absolute, that of its leaving goes by its worth."""
+        rung = self.rung
+        if rung is None:
+            self.step = self.run.step
+        else:
+            self.step = rung.step + (self.run.step if self.next_rung is None else 0)
 
 
 class _Known:
@@ -168,15 +199,16 @@ class ReuseValue(EvictionOrder):
                 run.used_count = 0
                 if run.unused_count and bucket < BUCKET_COUNT - 1:
                     self._aging[bucket + 1].append(run)
-                    if run.waiting:
-                        del self._cells[run.number, run.step, bucket][run]
+                    steps = run.steps()
+                    for step in steps:
+                        del self._cells[run.number, step, bucket][run]
                     run.bucket = bucket + 1
-                    if run.waiting:
-                        self._opened(run)[run] = None
+                    for step in steps:
+                        self._opened(run, step)[run] = None
 
-    def _opened(self, run: _Run) -> OrderedDict[_Run, None]:
+    def _opened(self, run: _Run, step: int) -> OrderedDict[_Run, None]:
         """The cell that the run is about to be put into."""
-        cell = run.number, run.step, run.bucket
+        cell = run.number, step, run.bucket
         if cell not in self._by_valueed:
             self._by_valueed.add(cell)
             heappush(self._by_value, (self._value(cell), cell))
@@ -198,10 +230,15 @@ class ReuseValue(EvictionOrder):
 
     def admit(self, resident: Resident, position: int) -> None:
         assert isinstance(resident, _Chunk)
-        run = resident.run = self._known[resident.key].run
-        if not run.waiting:
-            self._opened(run)[run] = None
-        run.waiting[resident] = None
+        resident.run = self._known[resident.key].run
+        resident.place()
+        self._put_last(resident)
+
+    def _put_last(self, chunk: _Chunk) -> None:
+        run, waiting = chunk.run, chunk.run.at(chunk.step)
+        if not waiting:
+            self._opened(run, chunk.step)[run] = None
+        waiting[chunk] = None
 
     def use(self, resident: Resident, position: int) -> None:
         self.take(resident)
@@ -212,33 +249,38 @@ class ReuseValue(EvictionOrder):
             cell = self._by_value[0][1]
             run = next(iter(self._cells[cell]), None)
             if run is not None:
-                chunk, _ = run.waiting.popitem(last=False)
-                if not run.waiting:
-                    self._close(run)
+                chunk, _ = run.at(cell[1]).popitem(last=False)
+                self._close(run, cell[1])
                 return chunk
             heappop(self._by_value)
             self._by_valueed.discard(cell)
 
     def take(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
-        run = resident.run
-        del run.waiting[resident]
-        if not run.waiting:
-            self._close(run)
+        del resident.run.at(resident.step)[resident]
+        self._close(resident.run, resident.step)
 
-    def _close(self, run: _Run) -> None:
-        """Take a run without residents out of its cell."""
-        del self._cells[run.number, run.step, run.bucket][run]
+    def _close(self, run: _Run, step: int) -> None:
+        """Take a run out of the cell of a price at which none of its residents waits any more."""
+        if not run.at(step):
+            del self._cells[run.number, step, run.bucket][run]
+            run.close(step)
 
     def put_back(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
-        run = resident.run
-        if not run.waiting:
-            runs = self._opened(run)
+        resident.place()
+        run, waiting = resident.run, resident.run.at(resident.step)
+        if not waiting:
+            runs = self._opened(run, resident.step)
             runs[run] = None
             runs.move_to_end(run, last=False)
-        run.waiting[resident] = None
-        run.waiting.move_to_end(resident, last=False)
+        waiting[resident] = None
+        waiting.move_to_end(resident, last=False)
+
+    def put_behind(self, resident: Resident) -> None:
+        assert isinstance(resident, _Chunk)
+        resident.place()
+        self._put_last(resident)
 
     def left(self, resident: Resident) -> None:
         self._ghosts[resident.key] = None

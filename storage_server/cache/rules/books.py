@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from descriptors.messages import LEASE_S_MAX
 from storage_server.cache.policies.order import Former, Request
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.rules.awaited import AwaitedLeases, ExpectedParents
 from storage_server.cache.rules.ends import Births, HoldEnds
-from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.entry import Entry, Name, Victim
 from storage_server.cache.rules.hold_budget import HoldBudget
+from storage_server.cache.rules.replacing import MakeLadder, ReplacementBook
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S, Unwritten
 
 RESTORING_FACTOR = 8
@@ -23,23 +23,22 @@ LATE_S = 60.0
 """A copy that came so long after its object was stored has a use of its own to be written down."""
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """An object that leaves the cache, unless it has another version by then."""
-
-    bucket: str
-    key: str
-    entry: Entry
-
-
 class Books:
     """Objects are deleted after `ttl_s`, None for never. The bytes that are held count in `all_held`, too, which caches
-    share. Times never go back here: earlier ones are taken as now.
+    share. `ladder` says through which forms objects go before they leave. Times never go back here: earlier ones are
+    taken as now.
     """
 
-    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None, all_held: HoldBudget | None = None) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        ttl_s: float | None = None,
+        all_held: HoldBudget | None = None,
+        ladder: MakeLadder | None = None,
+    ) -> None:
         self._policy = policy
         self._entries: dict[Name, Entry] = {}
+        self.replacing = ReplacementBook(policy, self._entries, self.remove, ladder)
         self.expected = ExpectedParents()
         self.unwritten = Unwritten(self._entries)
         self._awaited = AwaitedLeases()
@@ -76,6 +75,13 @@ class Books:
         if known is not None and known.version == entry.version:
             pinned_until, is_dirty = entry.pinned_until, entry.is_dirty
             self._set(name, known._replace(pinned_until=pinned_until, is_dirty=is_dirty, has_idle_pin=False))
+            return
+        if known is not None and known.version == entry.replaced_version:
+            version, nbytes, modified_at = entry.version, entry.nbytes, entry.modified_at
+            self._set(name, known._replace(version=version, nbytes=nbytes, modified_at=modified_at, form=entry.form))
+            self.replacing.end(name)
+            self.unwritten.note(name)
+            self._births.note(name, min(modified_at, max(self._now, entry.used_at)))
             return
         if known is not None:
             self.remove(name)
@@ -178,6 +184,7 @@ class Books:
                     use_count=entry.use_count,
                     parent=parent,
                     is_shared=entry.is_shared,
+                    ladder=self.replacing.ladder(name, entry),
                 )
             )
             if entry.is_held:
@@ -247,7 +254,9 @@ class Books:
         if names:
             entries = [self._entries[name] for name in names]
             shared_count = next((at for at, entry in enumerate(entries) if not entry.is_shared), len(entries))
-            change = self._policy.request(Request(self._now, names, [entry.nbytes for entry in entries], shared_count))
+            sizes_bytes = [entry.nbytes for entry in entries]
+            ladders = self.replacing.ladders_of_news(names)
+            change = self._policy.request(Request(self._now, names, sizes_bytes, shared_count, ladders))
             refused = [name for name in names if not self._policy.hit_count([name])]
             self._left([*change.evicted, *refused])
 
@@ -293,6 +302,7 @@ class Books:
 
     def _forget(self, name: Name) -> None:
         """Keep nothing of an object that is not in the cache any more."""
+        self.replacing.forget(name)
         self.unwritten.forget(name)
         self._births.forget(name)
         self._ends.forget(name)

@@ -50,6 +50,19 @@ def growth_of(profiles: Sequence[ComputeProfile]) -> float:
     )
 
 
+def computed_rates(profiles: Sequence[ComputeProfile]) -> dict[tuple[int, int], float]:
+    """The bytes of KV that each model computes in a second at the beginning of a prompt, by its layers and the bytes of
+    a token in one of them: the least, where several have this shape.
+    """
+    rates: dict[tuple[int, int], float] = {}
+    for profile in profiles:
+        if profile.token_us > 0:
+            shape = profile.num_layers, profile.token_layer_bytes
+            rate = profile.num_layers * profile.token_layer_bytes * 1e6 / profile.token_us
+            rates[shape] = min(rate, rates.get(shape, rate))
+    return rates
+
+
 def compute_s(descriptor: Descriptor, chunk_count: int, profiles: Sequence[ComputeProfile]) -> float | None:
     """c of one layer in seconds: the mean of the times that the descriptor states, or else the time that a profile of
     the same shape gives for its `chunk_count` chunks; None where there is neither.

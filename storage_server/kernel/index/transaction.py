@@ -150,7 +150,15 @@ class Transaction:
         """Note that this has changed."""
         self.touched.append(Touched(kind, name, key))
 
-    def note(self, bucket: str, info: ObjectInfo, version: int, *, is_dirty: bool = False) -> None:
+    def note(
+        self,
+        bucket: str,
+        info: ObjectInfo,
+        version: int,
+        *,
+        is_dirty: bool = False,
+        replaced_version: int | None = None,
+    ) -> None:
         """Note what a key shows now."""
         self.touch("object", bucket, info.key)
         self.changes.append(
@@ -162,14 +170,22 @@ class Transaction:
                 modified_at=info.modified_at,
                 attributes=info.attributes,
                 is_dirty=is_dirty,
+                replaced_version=replaced_version,
             )
         )
 
     def put_row(
-        self, bucket: str, info: ObjectInfo, version: int, upload_id: str | None = None, *, is_dirty: bool = False
+        self,
+        bucket: str,
+        info: ObjectInfo,
+        version: int,
+        upload_id: str | None = None,
+        *,
+        is_dirty: bool = False,
+        replaced_version: int | None = None,
     ) -> None:
         """Publish: from the commit on the key shows this version. The version that it showed before is deleted."""
-        self.note(bucket, info, version, is_dirty=is_dirty)
+        self.note(bucket, info, version, is_dirty=is_dirty, replaced_version=replaced_version)
         before = find_object(self.db, bucket, info.key)
         if before is not None:
             self.drop_extents(before.version)
@@ -325,7 +341,7 @@ def replace_version(tx: Transaction, bucket: str, before: StoredObject, info: Ob
     if find_object(tx.db, bucket, info.key) != before:
         return False
     version = tx.new_version()
-    tx.put_row(bucket, info, version)
+    tx.put_row(bucket, info, version, replaced_version=before.version)
     tx.add_extent(version, 1, part, info.modified_at)
     return True
 

@@ -66,7 +66,8 @@ class StoredObject:
 @dataclass(frozen=True, slots=True)
 class KeyChange:
     """The state of a key after a change of the index: an object of `nbytes`, or nothing (`version` is None). An object
-    that `is_dirty` must not leave the cache: nobody else has it yet.
+    that `is_dirty` must not leave the cache: nobody else has it yet. One that is an encoded form of the version before
+    has that one as `replaced_version`.
     """
 
     bucket: str
@@ -76,6 +77,7 @@ class KeyChange:
     modified_at: float = 0.0
     attributes: Attributes = field(default_factory=Attributes)
     is_dirty: bool = False
+    replaced_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from descriptors.messages import LEASE_S_MAX
 from descriptors.objects import ListRequest, PutRequest, ReadRequest
 from descriptors.units import KIB, MIB
 from storage_server.cache import evictor, former_objects, news, written_uses
-from storage_server.cache.rules.books import Victim
+from storage_server.cache.rules.entry import Victim
 from storage_server.cache.rules.unwritten import Unwritten
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel import slow_readers

@@ -1,4 +1,4 @@
-"""Victims that are set aside: none is lost, whatever happens to it meanwhile."""
+"""Objects that are set aside to be encoded: the books hear of each how it ended."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.replacements import Replacements
-from storage_server.cache.rules.books import Victim
 from storage_server.cache.rules.entry import Entry
+from storage_server.cache.rules.replacing import Replacement
 from storage_server.settings import CacheSettings
 from tests.support.waiting import settled
 
 CACHES = {"cached": CacheSettings("cached", ttl_s=10.0, replaces=True)}
 
 
-def victim(key: str, version: int = 1, *, modified_at: float = 100.0, nbytes: int = 10) -> Victim:
-    return Victim("cached", key, Entry(version, nbytes, modified_at, modified_at, is_replaceable=True))
+def wanted(key: str, version: int = 1, *, nbytes: int = 10) -> Replacement:
+    return Replacement("cached", key, Entry(version, nbytes, 100.0, 100.0), Codec.KIVI4, nbytes - 7)
 
 
 class Bed:
@@ -29,28 +30,39 @@ class Bed:
         self.go = asyncio.Event()
         self.has_room, self.encodes, self.may = has_room, encodes, True
         self.put_versions: list[int] = []
-        self.deleted: list[Victim] = []
+        self.kept: list[tuple[str, bool]] = []
+        self.want_count = 0
         played: Any = self
-        self.replacements = Replacements(played, CACHES, self.leaving, self.delete, lambda bucket: 35)
+        self.replacements = Replacements(
+            replacer=played,
+            caches=CACHES,
+            replacing=self.replacing,
+            keep=self.keep,
+            room_bytes=lambda bucket: 35,
+            want=self.want,
+        )
 
-    async def encoded(self, bucket: str, key: str, version: int, max_error: float | None) -> Any:
-        return version if self.encodes else None
+    async def encoded(self, replacement: Replacement, cache: CacheSettings) -> Any:
+        return replacement.entry.version if self.encodes else None
 
-    async def put(self, bucket: str, made: Any, may_leave: Any) -> bool:
+    async def put(self, bucket: str, made: Any, may_replace: Any) -> bool:
         if not self.has_room:
             return False
-        async with may_leave() as may:
+        async with may_replace() as may:
             if may:
                 await self.go.wait()
                 self.put_versions.append(made)
-        return True
+        return bool(may)
 
     @asynccontextmanager
-    async def leaving(self, victim: Victim) -> AsyncIterator[bool]:
+    async def replacing(self, replacement: Replacement) -> AsyncIterator[bool]:
         yield self.may
 
-    async def delete(self, victim: Victim) -> None:
-        self.deleted.append(victim)
+    async def keep(self, replacement: Replacement, *, is_refused: bool) -> None:
+        self.kept.append((replacement.key, is_refused))
+
+    def want(self) -> None:
+        self.want_count += 1
 
     async def run(self) -> None:
         running = asyncio.create_task(self.replacements.run())
@@ -59,57 +71,51 @@ class Bed:
         await asyncio.wait((running,))
 
 
-async def test_others_and_those_whose_time_has_come_are_not_set_aside() -> None:
-    bed = Bed()
-    plain = Victim("cached", "plain", Entry(1, 10, 100.0, 100.0))
-    elsewhere = Victim("elsewhere", "a", Entry(1, 10, 100.0, 100.0, is_replaceable=True))
-    old = victim("old", modified_at=90.0)
-    assert bed.replacements.set_aside([plain, victim("a"), elsewhere, old], 100.5) == [plain, elsewhere, old]
-    assert bed.replacements.nbytes == 10
-
-
 async def test_no_more_is_set_aside_than_there_is_room_for() -> None:
     bed = Bed()
-    victims = [victim(key) for key in "abcd"]
-    assert bed.replacements.set_aside(victims, 100.0) == [victims[3]]
-    assert bed.replacements.give_up(11) == victims[:2]
+    four = [wanted(key) for key in "abcd"]
+    assert bed.replacements.set_aside(four) == [four[3]]
+    assert bed.replacements.nbytes == 21
+    assert bed.replacements.give_up(11) == four[:2]
     assert bed.replacements.give_up(0) == []
     assert bed.replacements.give_up(100, "elsewhere") == []
-    assert bed.replacements.nbytes == 10
+    assert bed.replacements.nbytes == 7
 
 
 async def test_what_is_set_aside_is_replaced() -> None:
     bed = Bed()
     bed.go.set()
-    bed.replacements.set_aside([victim("a", 1), victim("b", 2)], 100.0)
+    bed.replacements.set_aside([wanted("a", 1), wanted("b", 2)])
     await bed.run()
-    assert (bed.put_versions, bed.deleted, bed.replacements.nbytes) == ([1, 2], [], 0)
+    assert (bed.put_versions, bed.kept, bed.replacements.nbytes) == ([1, 2], [], 0)
 
 
-@pytest.mark.parametrize("bed_options", [{"has_room": False}, {"encodes": False}])
-async def test_what_cannot_be_replaced_is_deleted(bed_options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("bed_options", "is_refused"), [({"has_room": False}, False), ({"encodes": False}, True)])
+async def test_what_cannot_be_replaced_is_kept_and_the_books_look_again(
+    bed_options: dict[str, bool], is_refused: bool
+) -> None:
     bed = Bed(**bed_options)
-    bed.replacements.set_aside([victim("a")], 100.0)
+    bed.replacements.set_aside([wanted("a")])
     await bed.run()
-    assert [each.key for each in bed.deleted] == ["a"]
-    assert bed.replacements.nbytes == 0
+    assert (bed.kept, bed.want_count, bed.replacements.nbytes) == ([("a", is_refused)], 1, 0)
 
 
-async def test_what_may_not_leave_is_left_to_the_books() -> None:
+async def test_what_may_not_be_replaced_is_not_put() -> None:
     bed = Bed()
     bed.may = False
-    bed.replacements.set_aside([victim("a")], 100.0)
+    bed.replacements.set_aside([wanted("a")])
     await bed.run()
-    assert (bed.put_versions, bed.deleted, bed.replacements.nbytes) == ([], [], 0)
+    assert (bed.put_versions, bed.kept, bed.replacements.nbytes) == ([], [("a", False)], 0)
 
 
-async def test_a_later_object_of_the_key_is_a_victim_of_its_own() -> None:
-    """It comes while the earlier one is being put."""
+async def test_a_later_form_of_the_key_is_wanted_in_place_of_an_earlier_one() -> None:
+    """It is wanted while the earlier one is being put."""
     bed = Bed()
-    bed.replacements.set_aside([victim("a", 1)], 100.0)
+    bed.replacements.set_aside([wanted("a", 1)])
     running = asyncio.create_task(bed.replacements.run())
     await settled()
-    bed.replacements.set_aside([victim("a", 2)], 100.0)
+    bed.replacements.set_aside([wanted("a", 2)])
+    assert bed.replacements.nbytes == 7
     bed.go.set()
     await settled()
     running.cancel()
@@ -118,10 +124,9 @@ async def test_a_later_object_of_the_key_is_a_victim_of_its_own() -> None:
     assert bed.replacements.nbytes == 0
 
 
-async def test_a_victim_that_was_given_up_is_neither_put_nor_deleted() -> None:
+async def test_what_was_given_up_is_not_put() -> None:
     bed = Bed()
-    bed.replacements.set_aside([victim("a")], 100.0)
-    bed.may = True
+    bed.replacements.set_aside([wanted("a")])
     original = bed.encoded
 
     async def encoded(*asked: Any) -> Any:
@@ -131,4 +136,4 @@ async def test_a_victim_that_was_given_up_is_neither_put_nor_deleted() -> None:
     bed.encoded = encoded  # type: ignore[method-assign]
     bed.go.set()
     await bed.run()
-    assert (bed.put_versions, bed.deleted) == ([], [])
+    assert (bed.put_versions, bed.kept) == ([], [("a", False)])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies import choice
 from storage_server.cache.policies import policy as policy_module
+from storage_server.cache.policies.ladder import Rung
 from storage_server.cache.policies.order import EvictionOrder, Former, Key, Request, Resident
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastFrequentlyUsed
@@ -75,6 +77,83 @@ def test_capacity_is_kept_parents_outlive_children_and_pinned_chunks_stay(
         cache.pinned = {key for keys in pins for key in keys}
     for keys in pins:
         policy.unpin(keys)
+
+
+LADDER = (Rung(Codec.EXACT, 8, -3), Rung(Codec.KIVI8, 4, 0), Rung(Codec.KIVI4, 2, 8))
+"""That of a chunk of 8 bytes."""
+
+
+@every_policy
+@given(
+    stream=streams(),
+    capacity_bytes=st.integers(0, 60),
+    held=st.lists(st.booleans(), min_size=30, max_size=30),
+    ends=st.lists(st.sampled_from(["done", "kept", "refused"]), min_size=30, max_size=30),
+)
+def test_whatever_becomes_of_encoding_the_room_is_counted_and_pinned_chunks_stay_as_they_are(
+    made: Made, stream: list[Request], capacity_bytes: int, held: list[bool], ends: list[str]
+) -> None:
+    policy = made(capacity_bytes)
+    sizes_bytes = dict[Key, int]()
+    pins: list[tuple[Key, ...]] = []
+
+    def note(left: Iterable[Key]) -> list[Key]:
+        """Note what leaves, and what is encoded, which is returned."""
+        pinned = {key for each in pins for key in each}
+        assert not pinned & {*policy.encoded, *left}
+        for key in left:
+            del sizes_bytes[key]
+        sizes_bytes.update((key, rung.nbytes) for key, rung in policy.encoded.items())
+        assert policy.used_bytes == sum(sizes_bytes.values())
+        assert pinned or policy.used_bytes <= capacity_bytes
+        encoded = list(policy.encoded)
+        policy.encoded.clear()
+        return encoded
+
+    for asked, is_held, end in zip(stream, held, ends, strict=False):
+        keys = asked.keys
+        ladders = {key: LADDER for key in keys if str(key)[-1] != "0"}
+        change = policy.request(Request(asked.now_s, keys, [8] * len(keys), asked.shared_count, ladders))
+        sizes_bytes.update(dict.fromkeys(change.admitted, 8))
+        for key in note(change.evicted):
+            if end != "done":
+                policy.offer(key, 8, LADDER if end == "kept" else ())
+                sizes_bytes[key] = 8
+        note(policy.resize(capacity_bytes))
+        if is_held:
+            policy.pin(hits := tuple(keys[: policy.hit_count(keys)]))
+            pins.append(hits)
+        elif pins:
+            policy.unpin(pins.pop(0))
+    while pins:
+        policy.unpin(pins.pop())
+    for key in policy.resize(0):
+        del sizes_bytes[key]
+    assert not sizes_bytes
+
+
+@every_policy
+def test_a_parent_is_encoded_while_it_has_children_and_all_are_before_any_leaves(made: Made) -> None:
+    policy = made(100)
+    policy.request(Request(0.0, "ab", [8, 8], 0, {"a": LADDER, "b": LADDER}))
+    assert policy.resize(6) == ()
+    assert sorted(rung.nbytes for rung in policy.encoded.values()) == [2, 4]
+    assert policy.resize(4) == ()
+    assert set(policy.encoded.values()) == {LADDER[2]}
+    assert policy.resize(3) == ("b",)
+    assert policy.resize(1) == ("a",)
+
+
+@every_policy
+def test_a_pinned_chunk_is_encoded_when_its_last_pin_is_released(made: Made) -> None:
+    policy = made(100)
+    policy.request(Request(0.0, "ab", [8, 8], 0, {"a": LADDER}))
+    policy.pin("ab")
+    assert (policy.resize(12), policy.encoded) == ((), {})
+    policy.unpin("a")
+    assert (policy.resize(12), policy.encoded) == ((), {"a": LADDER[1]})
+    policy.unpin("b")
+    assert policy.resize(4) == ("b",)
 
 
 @every_policy

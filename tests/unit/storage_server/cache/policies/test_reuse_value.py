@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from objectcache.kv_codecs.layer import Codec
+from storage_server.cache.policies.ladder import Rung
 from storage_server.cache.policies.order import Request
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import LeastRecentlyUsed
@@ -81,3 +85,28 @@ def test_the_depth_of_a_chunk_is_known_behind_its_parent() -> None:
         policy.request(asked(1.0, f"long-{number - 1}", f"long-{number}"))
     policy.request(asked(1.0, "short", "other"))
     assert policy.resize(100) == ("other", "short")
+
+
+def test_chunks_with_few_uses_are_all_encoded_before_any_leaves_and_those_with_many_stay_exact() -> None:
+    ladder = (Rung(Codec.EXACT, 90, 0), Rung(Codec.KIVI4, 30, round(4 * math.log2(3))))
+    policy, hot = EvictionPolicy(10_000, ReuseValue()), [f"hot{number}" for number in range(10)]
+    for now_s in range(200):
+        for key in hot:
+            policy.request(Request(now_s, [key], [90], 0, {key: ladder}))
+    for number in range(400):
+        policy.request(Request(200.0, [f"cold{number}"], [90], 0, {f"cold{number}": ladder}))
+    cold = [policy.resident(f"cold{number}") for number in range(400) if policy.hit_count([f"cold{number}"])]
+    assert [policy.resident(key).nbytes for key in hot] == [90] * 10
+    assert {each.nbytes for each in cold} == {30}
+    assert len(cold) == (10_000 - 900) // 30
+
+
+def test_where_encoding_costs_little_a_chunk_of_many_uses_is_encoded_too() -> None:
+    """A step that costs a use a hundredth of what eviction costs is taken before others leave."""
+    for step, nbytes in ((-26, 30), (0, 90)):
+        ladder = (Rung(Codec.EXACT, 90, step), Rung(Codec.KIVI4, 30, 6))
+        policy = EvictionPolicy(1000, ReuseValue())
+        for now_s in range(200):
+            policy.request(Request(now_s, ["hot"], [90], 0, {"hot": ladder}))
+            policy.request(Request(now_s, [f"scan{now_s}"], [90]))
+        assert policy.resident("hot").nbytes == nbytes

@@ -16,8 +16,8 @@ from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.reuse_classes import Use, class_path
 from storage_server.cache.policies.reuse_value import ReuseValue
 from storage_server.cache.rules import awaited
-from storage_server.cache.rules.books import SET_BACK_S, Books, Victim
-from storage_server.cache.rules.entry import Entry, Name
+from storage_server.cache.rules.books import SET_BACK_S, Books
+from storage_server.cache.rules.entry import Entry, Name, Victim
 from storage_server.cache.rules.hold_budget import HoldBudget
 from storage_server.cache.rules.unwritten import LEASE_SPARE_S
 from tests.unit.storage_server.cache.policies.streams import reachable

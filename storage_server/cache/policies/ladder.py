@@ -1,0 +1,164 @@
+"""The forms through which a stored chunk goes before it leaves, and the price at which each step is taken. Pure.
+
+A use of a chunk that is cached saves computing it: `computed_bytes_per_s` says how long that takes. A use of an encoded
+one loses quality, which `alpha_s` weighs, and takes decoding; a smaller chunk comes sooner. So a step has a price: what
+it costs a use, for each byte that it frees, over what eviction of the exact chunk costs. The chunk whose price times
+its expected uses is least takes its next step (storage_server.cache.policies.policy). Source: AdaptCache (002), "policy
+optimizer"; here the prices of one chunk are made once, and uses are those of reuse-value.
+
+    alpha 1 s, a chunk of 32 MB that takes 32 ms to compute, on a disk of 1 GB/s:
+    exact to kivi8-1     costs  -5 ms, frees 14 MB     price 0        at the first lack of room
+    kivi8-1 to k8v4-1    costs  16 ms, frees  4 MB     price 1.8      bounded: not later than an exact one would leave
+    k8v4-1 leaves        costs  32 ms, frees 14 MB     price 2.3      long after exact chunks of as many uses
+
+The owner of a bucket that replaces chunks has said that an encoded chunk is better than none, so the price of encoding
+is at most that of leaving. None of the codecs drops tokens: nobody could get those back, and few readers can do
+without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from descriptors.kv_forms import KvLayout
+from objectcache.kv_codecs.chains import Chain
+from objectcache.kv_codecs.encoding import encoded_bytes_max
+from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on, takes
+from storage_server.cache.policies.use_worth import STEPS_PER_OCTAVE
+from storage_server.cache.policies.utility import Form, TieredEntry, TierModel, TierPlacement, utility
+from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
+from storage_server.planning.forms import LossView, shape_of
+
+COMPUTED_BYTES_PER_S = 1e9
+"""At which KV is computed, where no profile says it of the model: about that of 8 B parameters on one H100."""
+PRICE_MIN = 2.0**-16
+"""A step that costs nothing has this price, so that among chunks those with the fewest uses still go first."""
+LADDERS_MAX = 4096
+
+
+class Rung(NamedTuple):
+    """A form of a chunk, the room that it takes, and the price of its next step, in steps of `use_worth`: to the next
+    rung, or out of the cache.
+    """
+
+    codec: Codec
+    nbytes: int
+    step: int
+
+
+Ladder = tuple[Rung, ...]
+"""The present form first."""
+
+
+class ChunkForm(NamedTuple):
+    """The form of a stored chunk: the layout of the exact one, the codecs that it has passed, and the class of its
+    content.
+    """
+
+    layout: KvLayout
+    chain: Chain = ()
+    content_class: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """A form, and the seconds that a use of it costs more than one of the exact chunk."""
+
+    codec: Codec
+    nbytes: int
+    cost_s: float
+
+
+class Ladders:
+    """Makes the ladders of one bucket's chunks; `computed_bytes_per_s` are rates by layers and bytes of a token in one
+    layer. The last LADDERS_MAX are remembered: chunks of one model have the same.
+    """
+
+    def __init__(
+        self, settings: UtilitySettings, computed_bytes_per_s: Mapping[tuple[int, int], float] | None = None
+    ) -> None:
+        self._settings = settings
+        self._computed_bytes_per_s = computed_bytes_per_s or {}
+        self._known: OrderedDict[Hashable, Ladder] = OrderedDict()
+
+    def of(self, form: ChunkForm, losses: LossView | None = None, refused: Collection[Codec] = ()) -> Ladder:
+        """The ladder of a chunk, within the bound of the losses, without the codecs that it was refused."""
+        name = form, losses, tuple(refused)
+        ladder = self._known.get(name)
+        if ladder is None:
+            ladder = self._known[name] = self._made(form, losses, refused)
+            if len(self._known) > LADDERS_MAX:
+                self._known.popitem(last=False)
+        return ladder
+
+    def _made(self, form: ChunkForm, losses: LossView | None, refused: Collection[Codec]) -> Ladder:
+        layout, shape = form.layout, shape_of(form.layout)
+        evicted_s = layout.nbytes / self._computed_rate(layout)
+        chain, present = form.chain, form.chain[-1] if form.chain else Codec.EXACT
+        all_costs = self._costs(form, present)
+        exact_bytes = _room_of(layout.nbytes)
+        at = next(each for each in all_costs if each.codec is present)
+        rungs: list[Rung] = []
+        while True:
+            leaving = exact_bytes / at.nbytes
+            bears = _bearing(losses, shape, layout.num_layers, chain)
+            able = [
+                each
+                for each in all_costs
+                if each.nbytes < at.nbytes and each.codec not in refused and goes_on(at.codec, each.codec)
+                and takes(each.codec, shape.tokens) and bears(each.codec)
+            ]  # fmt: skip
+            if not able:
+                rungs.append(Rung(at.codec, at.nbytes, _step_of(leaving)))
+                return tuple(rungs)
+            prices = [(each.cost_s - at.cost_s) / (at.nbytes - each.nbytes) for each in able]
+            price, after = min(zip(prices, able, strict=True), key=lambda pair: (pair[0], pair[1].nbytes))
+            step = _step_of(min(leaving, price / (evicted_s / exact_bytes)))
+            rungs.append(Rung(at.codec, at.nbytes, step))
+            at, chain = after, (*chain, after.codec)
+
+    def _computed_rate(self, layout: KvLayout) -> float:
+        token_layer_bytes = layout.nbytes // (layout.num_layers * layout.tokens)
+        return self._computed_bytes_per_s.get((layout.num_layers, token_layer_bytes), COMPUTED_BYTES_PER_S)
+
+    def _costs(self, form: ChunkForm, present: Codec) -> list[_Costs]:
+        """The costs of the exact chunk, and of all forms that are smaller."""
+        settings, layout, shape = self._settings, form.layout, shape_of(form.layout)
+        qualities = settings.class_qualities.get(form.content_class, {})
+        home = (TierModel("home", layout.nbytes, settings.home_bytes_per_s),)
+        exact = Form(Codec.EXACT.value, layout.nbytes)
+        found = [_Costs(Codec.EXACT, _room_of(layout.nbytes), 0.0)]
+        for codec in dict.fromkeys((*settings.codecs, present)):
+            nbytes = layout.nbytes if codec is Codec.EXACT else layout.num_layers * encoded_bytes_max(codec, shape)
+            if codec is Codec.EXACT or (codec is not present and (codec.drops_tokens or nbytes >= layout.nbytes)):
+                continue
+            cost_s = 0.0
+            if (figures := settings.codecs.get(codec)) is not None:
+                decode_s = layout.nbytes / figures.decoded_bytes_per_s
+                encoded = Form(codec.value, nbytes, qualities.get(codec, figures.quality), decode_s)
+                entry = TieredEntry(codec, 1.0, (exact, encoded), 0.0)
+                before, after = (utility(entry, TierPlacement(0, at), home, settings.alpha_s) for at in (0, 1))
+                cost_s = before - after
+            found.append(_Costs(codec, _room_of(nbytes), cost_s))
+        return found
+
+
+def _bearing(losses: LossView | None, shape: LayerShape, num_layers: int, chain: Chain) -> Callable[[Codec], bool]:
+    """Whether a chunk that has passed this chain may go on to a codec."""
+    if losses is None or (bound := losses.max_loss) is None:
+        return lambda _: True
+    table, model = losses.table, losses.model
+    return lambda codec: table.told(model, shape, num_layers, (*chain, codec)).kl <= bound
+
+
+def _step_of(price: float) -> int:
+    return round(STEPS_PER_OCTAVE * math.log2(max(PRICE_MIN, price)))
+
+
+def _room_of(nbytes: int) -> int:
+    return max(ALIGNMENT_BYTES, aligned(nbytes))
