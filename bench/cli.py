@@ -13,6 +13,7 @@ from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
 from bench.experiments.orchestrator.run import ORCHESTRATOR
+from bench.experiments.replacing import REPLACING
 from bench.experiments.s3.run import S3
 from bench.experiments.sglang import SGLANG_PAGES
 from bench.experiments.upstream import UPSTREAM
@@ -27,7 +28,7 @@ from bench.paper.ttft.run import TTFT
 
 EXPERIMENTS = (
     AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,
-    RECOMPUTE, COPIES, ENGINE, SGLANG_PAGES, GROWTH,
+    RECOMPUTE, COPIES, ENGINE, SGLANG_PAGES, GROWTH, REPLACING,
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.growth import show as growth
 from bench.experiments.orchestrator.run import show as orchestrator
+from bench.experiments.replacing import show as replacing
 from bench.experiments.s3.results import show as s3
 from bench.experiments.upstream import show as upstream
 from bench.paper.compression.run import show as compression
@@ -252,6 +253,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "orchestrator-shared": ("orchestrator-shared", _of(orchestrator, "shared")),
     "concurrency": ("concurrency", _of(concurrency, "levels")),
     "growth": ("growth", _of(growth, "growth")),
+    "replacing": ("replacing", _of(replacing, "replayed")),
     **{f"overlap-{name}": ("overlap", _of(overlap, name)) for name in OVERLAP},
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),

@@ -48,6 +48,7 @@ RUNS = {
     ),
     "concurrency": Run("-m objectcache bench concurrency", "concurrency.png"),
     "growth": Run("-m objectcache bench growth --folder /dev/shm", "growth.png"),
+    "replacing": Run("-m objectcache bench replacing", "replacing.png"),
     "ladder": Run("-m objectcache bench ladder", "ladder"),
     "scheduler-live": Run("-m objectcache bench scheduler --parts live --time-scale 0.5", "."),
     "scheduler-cost": Run("-m objectcache bench scheduler --parts cost"),
