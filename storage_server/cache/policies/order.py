@@ -111,7 +111,7 @@ class Resident:
         """Its next step may be taken: nobody reads it, and nothing resident needs it, or it is only encoded."""
         if self.pin_count or self.is_asked:
             return False
-        return not self.child_count or self.next_rung is not None
+        return not self.child_count or (bool(self.ladder) and self.next_rung is not None)
 
 
 class EvictionOrder(ABC):

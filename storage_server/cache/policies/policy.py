@@ -216,7 +216,7 @@ class EvictionPolicy:
         left: list[Key] = []
         while self._used_bytes > self._order.capacity_bytes and self._queued_count:
             resident = self._order.take_next()
-            if resident.may_go and (after := resident.next_rung) is not None:
+            if resident.ladder and resident.may_go and (after := resident.next_rung) is not None:
                 self._used_bytes += after.nbytes - resident.nbytes
                 resident.nbytes = after.nbytes
                 resident.rung_number += 1

@@ -80,11 +80,10 @@ class _Chunk(Resident):
 
     def place(self) -> None:
         """Find the price of its next step: that of encoding it is absolute, that of its leaving goes by its worth."""
-        rung = self.rung
-        if rung is None:
-            self.step = self.run.step
-        else:
-            self.step = rung.step + (self.run.step if self.next_rung is None else 0)
+        self.step = self.run.step
+        if self.ladder:
+            step = self.ladder[self.rung_number].step
+            self.step = step + (self.step if self.next_rung is None else 0)
 
 
 class _Known:
@@ -235,7 +234,8 @@ class ReuseValue(EvictionOrder):
         self._put_last(resident)
 
     def _put_last(self, chunk: _Chunk) -> None:
-        run, waiting = chunk.run, chunk.run.at(chunk.step)
+        run = chunk.run
+        waiting = run.waiting if chunk.step == run.step else run.at(chunk.step)
         if not waiting:
             self._opened(run, chunk.step)[run] = None
         waiting[chunk] = None
@@ -249,22 +249,27 @@ class ReuseValue(EvictionOrder):
             cell = self._by_value[0][1]
             run = next(iter(self._cells[cell]), None)
             if run is not None:
-                chunk, _ = run.at(cell[1]).popitem(last=False)
-                self._close(run, cell[1])
+                step = cell[1]
+                waiting = run.waiting if step == run.step else run.at(step)
+                chunk, _ = waiting.popitem(last=False)
+                if not waiting:
+                    self._close(run, step)
                 return chunk
             heappop(self._by_value)
             self._by_valueed.discard(cell)
 
     def take(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
-        del resident.run.at(resident.step)[resident]
-        self._close(resident.run, resident.step)
+        run, step = resident.run, resident.step
+        waiting = run.waiting if step == run.step else run.at(step)
+        del waiting[resident]
+        if not waiting:
+            self._close(run, step)
 
     def _close(self, run: _Run, step: int) -> None:
         """Take a run out of the cell of a price at which none of its residents waits any more."""
-        if not run.at(step):
-            del self._cells[run.number, step, run.bucket][run]
-            run.close(step)
+        del self._cells[run.number, step, run.bucket][run]
+        run.close(step)
 
     def put_back(self, resident: Resident) -> None:
         assert isinstance(resident, _Chunk)
