@@ -42,9 +42,12 @@ class Prompt:
     tokens: tuple[int, ...]
     salt: str = ""
     image: int = 0
+    lora: tuple[str, int, str] | None = None
+    """Name, number and path of an adapter."""
 
     def to_json(self) -> Json:
-        return {"tokens": list(self.tokens), "salt": self.salt, "image": self.image}
+        lora = None if self.lora is None else list(self.lora)
+        return {"tokens": list(self.tokens), "salt": self.salt, "image": self.image, "lora": lora}
 
 
 @dataclass(frozen=True, slots=True)

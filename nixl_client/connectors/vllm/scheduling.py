@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX, PER_LAYER_CHUNK_BYTES_MAX, Accept
@@ -81,10 +80,13 @@ class SchedulerSide:
         layout: ChunkLayout,
         accept: Accept | None = None,
         *,
+        lora_settings: str = "",
         is_ahead: bool = False,
         shares_blocks: bool = False,
     ) -> None:
-        """`is_ahead` says that requests wait for their loads. With `shares_blocks` one may find what another loads."""
+        """`lora_settings` say how the engine applies adapters, and `is_ahead` that requests wait for their loads. With
+        `shares_blocks` one may find what another loads.
+        """
         self._is_ahead = is_ahead
         self._shares_blocks = shares_blocks
         self._lookups = Lookups(client, options, counters, accept, ledger.deployment.copies)
@@ -94,7 +96,7 @@ class SchedulerSide:
         self._ledger = ledger
         self._counters = counters
         self._requests: dict[str, EngineRequest] = {}
-        self._adapters = Adapters()
+        self._adapters = Adapters(lora_settings)
         self._layout = self._advised_layout = layout
         if is_ahead and layout.chunk_bytes <= PER_LAYER_CHUNK_BYTES_MAX:  # computing hides nothing of a load
             self._advised_layout = ChunkLayout(1, layout.chunk_tokens, layout.chunk_bytes)
@@ -216,14 +218,8 @@ class SchedulerSide:
         self._ledger.reset(uuid.uuid4().hex)
 
     def _adapter(self, lora: Lora | None) -> str | None:
-        """Tells adapters apart by name and, where they are files of this host, by weights; None: cannot be told."""
-        if lora is None:
-            return ""
-        try:
-            found = self._adapters.fingerprint(lora.lora_int_id, Path(lora.lora_path))
-        except OSError:
-            found = lora.lora_path
-        return None if found is None else f"{lora.lora_name}\n{found}"
+        """Tells adapters apart by their contents; None: cannot be told."""
+        return "" if lora is None else self._adapters.contents(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def _write(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
         if not _has_names(request) or self._ledger.feature_count(request.request_id) != len(request.mm_features):
