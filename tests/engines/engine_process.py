@@ -155,7 +155,14 @@ class RunningEngine:
                 text["multi_modal_data"] = {"image": seeded_image(prompt["image"])}
             texts.append(text)
         sampling = [
-            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in max_tokens
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=count,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": prompt["transfer"]} if prompt["transfer"] else None,
+            )
+            for prompt, count in zip(prompts, max_tokens, strict=True)
         ]
         loras = [LoRARequest(*prompt["lora"]) if prompt["lora"] else None for prompt in prompts]
         adapters = {"lora_request": loras} if any(loras) else {}

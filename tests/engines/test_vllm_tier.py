@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -306,6 +307,41 @@ def test_adapters_are_told_apart_by_their_contents(
     with engines.tiered(store.tier()) as engine:
         plain = engine.generate([base])
         assert (plain.tokens, plain.count("loaded_chunks") > 20) == (wanted[base], True)
+        engine.stop()
+
+
+@pytest.mark.parametrize("is_tier", [True, pytest.param(False, marks=FULL)])
+def test_a_request_may_bound_what_is_loaded_and_stored(engines: Engines, store: Store, is_tier: bool) -> None:
+    """By its `kv_transfer_params`, as with vLLM's own tiers; the layerwise connector keeps to the same."""
+    asked = unrelated(31, 3, 300)
+    with engines.plain(enable_prefix_caching=False) as engine:
+        wanted = [engine.generate([each]).tokens for each in asked]
+
+    def engine_of_ours() -> contextlib.AbstractContextManager[Engine]:
+        if is_tier:
+            return engines.tiered(store.tier(), is_asynchronous=True)
+        return engines.cached(store.connector(), is_asynchronous=True)
+
+    def limited(prompt: Prompt, **limits: Json) -> Prompt:
+        return replace(prompt, transfer=json.dumps(limits))
+
+    with engine_of_ours() as engine:
+        unstored = engine.generate([limited(asked[0], max_offload_tokens=0)])
+        assert (unstored.tokens, unstored.count("stored_chunks")) == (wanted[0], 0)
+        engine.forget()
+        partly = engine.generate([limited(asked[0], max_offload_tokens=100)])
+        assert (partly.tokens, partly.count("stored_chunks"), len(object_keys(store))) == (wanted[0], 3, 3)
+        for number in (1, 2):
+            assert engine.generate([asked[number]]).tokens == wanted[number]
+        engine.stop()
+    with engine_of_ours() as engine:
+        found = [
+            engine.generate([limited(asked[0], kv_load_tiers=[{"medium": "CPU"}])]),
+            engine.generate([limited(asked[1], max_load_tokens=70)]),
+            engine.generate([limited(asked[2], kv_load_tiers=[{"medium": "STORAGE", "locality": "REMOTE"}])]),
+        ]
+        assert [each.tokens for each in found] == wanted
+        assert [each.count("loaded_chunks") for each in found] == [0, 2, len(asked[2].tokens) // 32]
         engine.stop()
 
 

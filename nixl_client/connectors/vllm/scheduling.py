@@ -17,6 +17,7 @@ from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
+from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.naming import Feature
 from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
@@ -145,6 +146,10 @@ class SchedulerSide:
         worth_chunks = told_chunks(request.kv_transfer_params, computed_tokens)
         if worth_chunks is None:
             worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
+        load_tokens = transfer_limits(request.kv_transfer_params).load_tokens
+        if load_tokens is not None:
+            most_chunks = (computed_tokens + load_tokens) // self._grid.chunk_tokens
+            worth_chunks = most_chunks if worth_chunks is None else min(most_chunks, worth_chunks)
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)
         return count if count >= self._options.min_load_tokens else 0
 
@@ -226,6 +231,9 @@ class SchedulerSide:
             return
         sure_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         held_tokens = min(sure_tokens, len(block_ids) * self._grid.block_tokens)
+        store_tokens = transfer_limits(request.kv_transfer_params).store_tokens
+        if store_tokens is not None:
+            held_tokens = min(held_tokens, store_tokens)
         self._ledger.computed(request.request_id, request.all_token_ids, held_tokens, block_ids)
 
     def _is_looked_up(self, tracked: Tracked, request: EngineRequest) -> bool:

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from nixl_client.connectors.vllm.engine import join_log
+from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
 from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
@@ -123,6 +124,8 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._live: set[str] = set()
         self._outdated: set[str] = set()
         """The requests that run, and those of them whose KV may be of other weights."""
+        self._store_tokens: dict[str, int] = {}
+        """Requests that bound what is stored of them: only KV of so many of their first tokens."""
         self._has_answers = True
         self._is_used = None not in self._forms.values()
         hashing = cards[0].hashing if cards else ""
@@ -202,6 +205,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunks are stored as they come."""
         self._live.add(req_context.req_id)
+        store_tokens = transfer_limits(req_context.kv_transfer_params).store_tokens
+        if store_tokens is not None:
+            self._store_tokens[req_context.req_id] = store_tokens
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -209,6 +215,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._live.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
         self._block_names.pop(req_context.req_id, None)
+        self._store_tokens.pop(req_context.req_id, None)
         self._verdicts.finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -279,9 +286,14 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         return None if found is None else found + key[-GROUP_BYTES:]
 
     def _job(self, job: TransferJob, *, is_load: bool) -> TierJob | None:
-        """The job by the store's keys; None where one has none."""
+        """The job by the store's keys; None where one has none. vLLM bounds what is stored of a request by its
+        `max_offload_tokens`, but for parts of blocks of states (0.32): here they are left out.
+        """
         position = job.req_context.get_offload_key_position
         vllm_keys = sorted(job.keys, key=lambda key: (group_of(key), position(key) or 0))
+        store_tokens = None if is_load else self._store_tokens.get(job.req_context.req_id)
+        if store_tokens is not None:
+            vllm_keys = [key for key in vllm_keys if 0 < (position(key) or 0) <= store_tokens]
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
         named = [self._stored_as(key, job.req_context.req_id) for key in vllm_keys]
         keys = tuple(key for key in named if key is not None)

@@ -562,6 +562,33 @@ class TestSchedulerSide:
         side.scheduled("r", list(range(7)))
         assert ledger.take_step().stores == ()
 
+    @pytest.mark.parametrize(
+        ("params", "computed", "offered"),
+        [
+            ({"max_load_tokens": 0}, 0, 0),
+            ({"max_load_tokens": 100}, 0, 96),
+            ({"max_load_tokens": 64}, 96, 64),
+            ({"max_load_tokens": 1000}, 0, 192),
+            ({"kv_load_tiers": []}, 0, 0),
+        ],
+    )
+    def test_a_request_may_bound_what_it_loads(self, params: object, computed: int, offered: int) -> None:
+        side, store, _ = self.side()
+        tokens = list(range(200))
+        self.fill(store, tokens)
+        assert side.match(Request(tokens, kv_transfer_params=params), computed) == offered
+
+    @pytest.mark.parametrize(("store_tokens", "chunks"), [(0, 0), (70, 2), (1000, 6)])
+    def test_a_request_may_bound_what_it_stores(self, store_tokens: int, chunks: int) -> None:
+        side, _, ledger = self.side()
+        request = Request(list(range(200)), kv_transfer_params={"max_offload_tokens": store_tokens})
+        assert side.match(request, 0) == 0
+        side.allocated(request, list(range(7)), 0)
+        side.scheduled("r", list(range(7)))
+        request.num_computed_tokens = 200
+        side.scheduled("r", list(range(7)))
+        assert sum(len(job.keys[0]) for job in ledger.take_step().stores) == chunks
+
     def test_a_step_states_what_its_layers_take(self) -> None:
         """All of its requests together: the engine computes them in one pass."""
         side, _, _ = self.side()
