@@ -25,7 +25,7 @@ echo '#include <linux/userfaultfd.h>' | $${CC:-gcc} -E - >/dev/null 2>&1 || \
 	{ echo "needs the headers of libc and Linux (Debian: apt install libc6-dev)" >&2; exit 2; }
 endef
 
-.PHONY: reference demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash docs cluster-faults fuzz peers install clean
+.PHONY: reference demo demo-orchestrator test test-slow test-fast test-engines test-next flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash docs cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/objectcache demo --plot out/demo-timeline.png
@@ -58,6 +58,13 @@ test-fast: $(STAMP)
 test-engines: $(STAMP) engines
 	$(BIN)/python -m pytest -m engines_full tests/engines
 
+# the vLLM tests of `test-slow` with the Python code of the next vLLM, over the CPU kernels of the present one
+NEXT := tests/engines/test_vllm*.py
+test-next: $(STAMP) engines
+	$(BIN)/python -m bench.beds.kv_peers.install vllm-next
+	OBJECTCACHE_ENGINES_PYTHON="$$($(BIN)/python -c 'from bench.beds.kv_peers.install import VLLM_NEXT; print(VLLM_NEXT.python)')" \
+		$(PYTEST) -m "environments and not engines_full" $(NEXT)
+
 # tests that fail by chance: those of `test` five times and all once, in random order, beside two busy processes. Hours
 flaky: $(STAMP) clients engines
 	$(BIN)/python -m tests.flaky
@@ -89,6 +96,7 @@ bounds: $(STAMP)
 check: test
 	$(MAKE) --jobs=2 --output-sync=target lint types clients engines
 	$(MAKE) test-slow
+	$(MAKE) test-next NEXT="$(addprefix tests/engines/test_vllm,.py _tier.py)"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)

@@ -397,7 +397,7 @@ class TestCommandLine:
     def test_defaults_are_the_issues(self) -> None:
         found = settings()
         assert (found.contexts, found.hit_rates) == ((2048, 4096, 8192, 16384), (0.5, 0.875))
-        assert found.ways == tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, *TIERS))
+        assert found.ways == tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, Way.AHEAD, *TIERS))
         assert found.prefixes[-1] == 14336
 
     def test_tiers_are_a_question_of_their_own(self) -> None:

@@ -9,7 +9,11 @@ import pytest
 
 from tests.support.tree import repository
 
-COMMANDS = {"ttft": ("ttft", "--device", "cpu", "--smoke"), "engine": ("engine", "--smoke")}
+COMMANDS = {
+    "ttft": ("ttft", "--device", "cpu", "--smoke"),
+    "engine": ("engine", "--smoke"),
+    "engine-beside": ("engine", "--beside", "--smoke"),
+}
 
 
 @pytest.mark.bench_smoke

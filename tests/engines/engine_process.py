@@ -144,6 +144,7 @@ class RunningEngine:
 
     def _generate(self, prompts: list[dict[str, Any]], max_tokens: list[int]) -> list[list[int]]:
         from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
 
         texts = []
         for prompt in prompts:
@@ -154,9 +155,19 @@ class RunningEngine:
                 text["multi_modal_data"] = {"image": seeded_image(prompt["image"])}
             texts.append(text)
         sampling = [
-            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in max_tokens
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=count,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": prompt["transfer"]} if prompt["transfer"] else None,
+            )
+            for prompt, count in zip(prompts, max_tokens, strict=True)
         ]
-        return [list(output.outputs[0].token_ids) for output in self._llm.generate(texts, sampling, use_tqdm=False)]
+        loras = [LoRARequest(*prompt["lora"]) if prompt["lora"] else None for prompt in prompts]
+        adapters = {"lora_request": loras} if any(loras) else {}
+        outputs = self._llm.generate(texts, sampling, use_tqdm=False, **adapters)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def _settle(self) -> int:
         """Step until nothing is left to do, as the engine's own loop does, and everything is written. The blocks that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -42,9 +43,22 @@ class Prompt:
     tokens: tuple[int, ...]
     salt: str = ""
     image: int = 0
+    lora: tuple[str, int, str] | None = None
+    """Name, number and path of an adapter."""
+
+    transfer: str = ""
+    """`kv_transfer_params`, as JSON."""
 
     def to_json(self) -> Json:
-        return {"tokens": list(self.tokens), "salt": self.salt, "image": self.image}
+        lora = None if self.lora is None else list(self.lora)
+        transfer = json.loads(self.transfer or "null")
+        return {
+            "tokens": list(self.tokens),
+            "salt": self.salt,
+            "image": self.image,
+            "lora": lora,
+            "transfer": transfer,
+        }
 
 
 @dataclass(frozen=True, slots=True)

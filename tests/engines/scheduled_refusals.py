@@ -9,11 +9,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from nixl_client.connectors.vllm import engine as engine_module
@@ -22,6 +18,11 @@ from nixl_client.connectors.vllm.options import VllmOptions
 from tests.engines.messages import Json
 from tests.engines.scheduled import PREFIX, Facts, scheduled
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 __all__ = [
     "changed_rope",

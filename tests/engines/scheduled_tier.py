@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from nixl_client.connectors.vllm.rowwise import over_tier
 from tests.engines.scheduled import Facts
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
-__all__ = ["reset_of_a_tier"]
+__all__ = ["reset_of_a_tier", "stores_of_bounded_requests"]
 WAIT_S = 60.0
 
 
@@ -23,10 +25,7 @@ def reset_of_a_tier(folder: Path) -> Facts:
     """One request runs when the tier is renewed, another one comes later, and both have something to store: whether the
     names are new, how the lookup of before ends, and whether each store is over without the store that is not there.
     """
-    config = engine_config(folder, Setup(options={"staging_bytes": 4 << 20}))
-    rows = build_offloading_config(over_tier(config), cache_config(config))
-    manager: Any = OffloadingSpecFactory.create_spec(rows).get_manager()
-    try:
+    with _manager(folder) as manager:
         (tier,) = manager.secondary_tiers
         before, key = tier.space.prefix, make_offload_key(b"\1" * 32, 0)
         running, later = ReqContext("running"), ReqContext("later")
@@ -40,5 +39,33 @@ def reset_of_a_tier(folder: Path) -> Facts:
         assert tier.traffic.book.wait_idle(WAIT_S)
         ended = {result.job_id: result.success for result in tier.get_finished_jobs()}
         return [tier.space.prefix != before, first, tier.lookup(key, running).name, ended[0], ended[1]]
+
+
+def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:
+    """Requests with these `max_offload_tokens`, each with chunks that end after 32, 64 and 96 tokens in the slots 0, 1
+    and 2: the slots that the tier would store.
+    """
+    with _manager(folder) as manager:
+        (tier,) = manager.secondary_tiers
+        taken: list[Any] = []
+        tier.traffic.store = taken.append
+        keys = [make_offload_key(bytes([index]) * 32, 0) for index in range(3)]
+        for job_id, bound in enumerate(bounds):
+            context = ReqContext(str(job_id), {} if bound is None else {"max_offload_tokens": bound})
+            for index, key in enumerate(keys):
+                context.set_offload_key_position(key, 32 * (index + 1))
+            tier.on_new_request(context)
+            tier.submit_store(TransferJob(job_id, keys, np.arange(3), False, context))
+            tier.on_request_finished(context)
+        return [list(job.slots) for job in taken]
+
+
+@contextlib.contextmanager
+def _manager(folder: Path) -> Iterator[Any]:
+    config = engine_config(folder, Setup(options={"staging_bytes": 4 << 20}))
+    rows = build_offloading_config(over_tier(config), cache_config(config))
+    manager: Any = OffloadingSpecFactory.create_spec(rows).get_manager()
+    try:
+        yield manager
     finally:
         manager.shutdown()

@@ -221,6 +221,17 @@ def test_after_a_reset_nothing_is_taken_from_before_and_nothing_is_written_under
     }
 
 
+def test_a_tier_stores_no_chunk_past_the_bound_of_its_request(player: Player) -> None:
+    """vLLM 0.32 gives it parts of blocks of states where the bound is 0."""
+    assert player.play("stores_of_bounded_requests", bounds=[None, 0, 64, 95, 96]) == [
+        [0, 1, 2],
+        [],
+        [0, 1],
+        [0, 1],
+        [0, 1, 2],
+    ]
+
+
 def test_after_a_reset_a_tier_has_nothing_and_requests_that_ran_before_store_nothing(player: Player) -> None:
     """Their KV may be of the weights before. The store is not there: what is to be stored fails."""
     are_names_new, before, after, is_skipped, is_stored = player.play("reset_of_a_tier")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import Engine, await_true
 from tests.engines.messages import Json, Moment, Prompt
+from tests.engines.multi_models import RANK, make_adapter
 from tests.engines.prompts import batches, prefix_tree, shared_prefixes, unrelated
 from tests.engines.store import Store, free_port, running_store, tier_options
 from tests.engines.tier_models import MODELS
@@ -259,11 +262,94 @@ def test_prefixes_that_churn_through_small_caches_give_the_same_tokens(
     assert loaded > 0
 
 
-def test_adapters_are_not_cached(engines: Engines, store: Store) -> None:
-    """vLLM names their KV by the adapter's path, and the weights there may be others tomorrow."""
-    with engines.tiered(store.tier(), enable_lora=True, max_lora_rank=8) as engine:
+LORA: dict[str, Json] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+
+
+def test_adapters_are_told_apart_by_their_contents(
+    engines: Engines, reference: Reference, store: Store, tmp_path: Path
+) -> None:
+    """The same weights are shared under another name, and others under the same name and path are not. Without an
+    adapter an engine shares with engines that have none.
+    """
+    folders = [tmp_path / name for name in ("one", "two", "copy-of-one")]
+    for folder, seed in zip(folders, (1, 2, 1), strict=True):
+        make_adapter(folder, seed)
+    base = ONE[0]
+    one, two, copy = (
+        replace(base, lora=(folder.name, number, str(folder))) for number, folder in enumerate(folders, 1)
+    )
+    with engines.plain(enable_prefix_caching=False, **LORA) as engine:
+        wanted = {each: engine.generate([each]).tokens for each in (base, one, two)}
+    assert len({str(tokens) for tokens in wanted.values()}) == 3
+    assert wanted[base] == reference.tokens(ONE)
+
+    with engines.cached(store.tier(), is_asynchronous=True, **LORA) as engine:
+        outcomes = [engine.generate([each]) for each in (base, one)]
+        assert [each.tokens for each in outcomes] == [wanted[base], wanted[one]]
+        assert [each.count("found_chunks") for each in outcomes] == [0, 0]
+        assert sum(each.count("stored_chunks") for each in outcomes) == len(object_keys(store)) > 40
+        engine.stop()
+    with engines.cached(store.tier(), is_asynchronous=True, **LORA) as engine:
+        shared, other = engine.generate([copy]), engine.generate([two])
+        assert (shared.tokens, other.tokens) == (wanted[one], wanted[two])
+        assert shared.count("loaded_chunks") > 20
+        assert other.count("found_chunks") == 0
+        engine.stop()
+    make_adapter(folders[0], 2)
+    with engines.cached(store.tier(), is_asynchronous=True, **LORA) as engine:
+        replaced = engine.generate([one])
+        assert (replaced.tokens, replaced.count("loaded_chunks") > 20) == (wanted[two], True)
+        make_adapter(folders[0], 1)
+        again = engine.generate([replace(one, lora=("one", 9, str(folders[0])))])
+        assert engine.has_said("is not cached any more")
+        assert (again.count("looked_up_chunks"), again.count("stored_chunks")) == (0, 0)
+        engine.stop()
+    with engines.tiered(store.tier()) as engine:
+        plain = engine.generate([base])
+        assert (plain.tokens, plain.count("loaded_chunks") > 20) == (wanted[base], True)
+        engine.stop()
+
+
+@pytest.mark.parametrize("is_tier", [True, pytest.param(False, marks=FULL)])
+def test_a_request_may_bound_what_is_loaded_and_stored(engines: Engines, store: Store, is_tier: bool) -> None:
+    """By its `kv_transfer_params`, as with vLLM's own tiers; the layerwise connector keeps to the same."""
+    asked = unrelated(31, 3, 300)
+    with engines.plain(enable_prefix_caching=False) as engine:
+        wanted = [engine.generate([each]).tokens for each in asked]
+
+    def engine_of_ours() -> contextlib.AbstractContextManager[Engine]:
+        if is_tier:
+            return engines.tiered(store.tier(), is_asynchronous=True)
+        return engines.cached(store.connector(), is_asynchronous=True)
+
+    def limited(prompt: Prompt, **limits: Json) -> Prompt:
+        return replace(prompt, transfer=json.dumps(limits))
+
+    with engine_of_ours() as engine:
+        unstored = engine.generate([limited(asked[0], max_offload_tokens=0)])
+        assert (unstored.tokens, unstored.count("stored_chunks")) == (wanted[0], 0)
+        engine.forget()
+        partly = engine.generate([limited(asked[0], max_offload_tokens=100)])
+        assert (partly.tokens, partly.count("stored_chunks"), len(object_keys(store))) == (wanted[0], 3, 3)
+        for number in (1, 2):
+            assert engine.generate([asked[number]]).tokens == wanted[number]
+        engine.stop()
+    with engine_of_ours() as engine:
+        found = [
+            engine.generate([limited(asked[0], kv_load_tiers=[{"medium": "CPU"}])]),
+            engine.generate([limited(asked[1], max_load_tokens=70)]),
+            engine.generate([limited(asked[2], kv_load_tiers=[{"medium": "STORAGE", "locality": "REMOTE"}])]),
+        ]
+        assert [each.tokens for each in found] == wanted
+        assert [each.count("loaded_chunks") for each in found] == [0, 2, len(asked[2].tokens) // 32]
+        engine.stop()
+
+
+def test_under_vllms_own_connector_adapters_are_not_cached(engines: Engines, store: Store) -> None:
+    """It does not tell a tier which adapter a request has, and names their KV by the adapter's path."""
+    with engines.tiered(store.tier(), **LORA) as engine:
         engine.generate(PROMPTS[:1])
-        assert engine.has_said("IS NOT USED: with LoRA")
+        assert engine.has_said("IS NOT USED: with LoRA .* use kv_connector ObjectCacheConnector")
         engine.stop()
     assert not object_keys(store)
 

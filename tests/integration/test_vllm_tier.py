@@ -51,7 +51,7 @@ class Tier:
     def job(self, keys: Sequence[bytes], slots: Sequence[int], *, is_load: bool) -> TierJob:
         """A new job."""
         self._count += 1
-        return TierJob(self._count, tuple(keys), tuple(slots), is_load, time.monotonic())
+        return TierJob(self._count, tuple(keys), tuple(slots), tuple(keys), is_load, time.monotonic())
 
     def done(self, job: TierJob) -> TierJobEnd:
         """How it ended, which nobody else asks for."""

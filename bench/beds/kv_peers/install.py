@@ -15,8 +15,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import venv
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,17 +26,20 @@ HERE = Path(__file__).resolve().parent
 SHARED = os.environ.get("OBJECTCACHE_ENVIRONMENTS")
 ROOT = Path(SHARED or HERE.parents[2] / ".venv-peers").absolute()
 STEP_TIMEOUT_S = 900
+COMPILED = ".so"
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
     """One virtual environment; `borrows` says that it sees the packages of the interpreter that made it as well, and
-    `lender` is another environment whose packages it sees.
+    `lender` is another environment whose packages it sees. With `is_laid_over` it has only what is not compiled of the
+    one package in its pins, and links the lender's compiled modules into it.
     """
 
     name: str
     borrows: bool = False
     lender: Environment | None = field(default=None, repr=False)
+    is_laid_over: bool = field(default=False, repr=False)
 
     @property
     def folder(self) -> Path:
@@ -70,13 +75,31 @@ class Environment:
             for line in self._pins.read_text().splitlines():
                 if line.startswith("torch=="):  # with what it needs, since PyPI's build needs CUDA's libraries
                     _python(*pip, "--no-input", *index, "-c", str(self._pins), line)
-            _python(*pip, "--no-input", "--no-deps", "-r", str(self._pins))
+            if self.is_laid_over:
+                self._lay_over()
+            else:
+                _python(*pip, "--no-input", "--no-deps", "-r", str(self._pins))
             if self.borrows:
                 (self._packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
             if self.lender is not None:
                 (self._packages / "lent.pth").write_text(f"{self.lender._packages}\n")
             (self.folder / ".installed").write_text(self._fingerprint())
             return True
+
+    def _lay_over(self) -> None:
+        assert self.lender is not None
+        with tempfile.TemporaryDirectory() as folder:
+            fetch = ("-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
+            _python(*fetch, "--only-binary", ":all:", "--dest", folder, "-r", str(self._pins))
+            (wheel,) = Path(folder).glob("*.whl")
+            package = wheel.name.partition("-")[0]
+            with zipfile.ZipFile(wheel) as archive:
+                names = [name for name in archive.namelist() if name.startswith(f"{package}/")]
+                archive.extractall(self._packages, [name for name in names if not name.endswith(COMPILED)])
+        for module in (self.lender._packages / package).rglob(f"*{COMPILED}"):
+            place = self._packages / module.relative_to(self.lender._packages)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(module)
 
     @property
     def _packages(self) -> Path:
@@ -100,7 +123,8 @@ MOONCAKE = Environment("mooncake")
 LMCACHE = Environment("lmcache", borrows=True)
 ENGINES = Environment("engines")
 SGLANG = Environment("sglang", lender=ENGINES)
-ENVIRONMENTS = {environment.name: environment for environment in (MOONCAKE, LMCACHE, ENGINES, SGLANG)}
+VLLM_NEXT = Environment("vllm-next", lender=ENGINES, is_laid_over=True)
+ENVIRONMENTS = {each.name: each for each in (MOONCAKE, LMCACHE, ENGINES, SGLANG, VLLM_NEXT)}
 
 
 def _python(*arguments: str) -> None:

@@ -153,6 +153,8 @@ CHECK_TIMEOUT_S = 120.0
 MODEL_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 900.0
 STARTING_MAX = 2
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Steps of such an engine leave other cores to loads, as those of a GPU do."""
 LMCACHE_COPIES = 8
 """LMCache's own memory over the longest prefix: it holds a round's base and all suffixes without evicting."""
 
@@ -242,7 +244,7 @@ class Bed:
                 log, memory_bytes = self.place / f"{way.value}-server.log", LMCACHE_COPIES * self.settings.payload_bytes
                 running = running_lmcache(engines_python(), log, memory_bytes, s3 if way is Way.LMCACHE_S3 else None)
                 self.lmcaches[way] = self.stack.enter_context(running)
-            self.engines[way] = self.start_engine(way, way.value, {})
+            self.engines[way] = self.start_engine(way, way.value, ONE_THREAD if self.settings.beside else {})
             self.ready[way] = json.loads(self.engines[way].ready)
         except BaselineError as error:
             self.missing[way] = last_words(self.place / f"{way.value}.log") or str(error)
@@ -256,7 +258,9 @@ class Bed:
         transfer = transfer_config(way, settings, server.url, self.place / name, lmcache_port)
         llm = {"model": str(self.place / "model"), **engine_options(settings, way), "kv_transfer_config": transfer}
         prompts = Prompts(settings.seed, settings.shape.vocabulary)
-        work = EngineWork(way, llm, prompts, settings.chunk_tokens, BLOCK_TOKENS * settings.shape.token_bytes)
+        work = EngineWork(
+            way, llm, prompts, settings.chunk_tokens, BLOCK_TOKENS * settings.shape.token_bytes, settings.overlaps(way)
+        )
         file = self.place / f"{name}.json"
         file.write_text(to_line(work))
         variables = {

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.beds.processes import say, take_answers
 from bench.core.lines import from_line, to_line
+from bench.experiments.engine.decoding import Decoding, overlap_steps
 from bench.experiments.engine.ways import (
     CONNECTED,
     CONNECTORS_MODULE,
@@ -46,6 +47,8 @@ class Engine:
             os.environ["NIXL_TELEMETRY_ENABLE"] = "y"
         from vllm import LLM
 
+        if work.overlaps:
+            overlap_steps()
         self._work = work
         self._llm = LLM(**work.llm)
 
@@ -57,7 +60,7 @@ class Engine:
         if case is None:
             prompt = work.prompts.storing(command.round_index, command.tokens)
         else:
-            prompt = work.prompts.prompt(case, command.round_index)
+            prompt = work.prompts.prompt(case, command.round_index, command.suffix)
         if work.way is Way.STATED:  # it stores nothing, so that there is nothing to wait for
             statement = importlib.import_module(CONNECTORS_MODULE).STATEMENT
             statement.factor, statement.layer_compute_us = command.stated, 0
@@ -65,6 +68,8 @@ class Engine:
             return replace(answer, layer_compute_us=statement.layer_compute_us, costs=statement.costs)
         if work.way in TIERS and case is not None and not self._llm.reset_prefix_cache(reset_connector=True):
             raise RuntimeError("vLLM does not empty its host memory")
+        if command.decoders:
+            return self._beside(prompt, command.decoders)
         written_before = self._written()
         answer = self._request(prompt, OUTPUT_TOKENS)
         held = answer.cached_tokens
@@ -99,6 +104,17 @@ class Engine:
             tokens=tuple(output.outputs[0].token_ids),
             counters={name: value - before.get(name, 0) for name, value in self._counters().items()},
         )
+
+    def _beside(self, prompt: list[int], count: int) -> Answer:
+        """The request while so many others decode."""
+        before = self._counters()
+        decoding = Decoding(self._llm.llm_engine, self._work.prompts.decoding(count))
+        try:
+            answer = decoding.beside(prompt)
+        finally:
+            decoding.end()
+        self._drain(self._written())  # a step tells our connector that they have ended
+        return replace(answer, counters={name: value - before.get(name, 0) for name, value in self._counters().items()})
 
     def _drain(self, chunks: int) -> None:
         """Return when our connector has written so many chunks in all, or others what they write. What a connector is

@@ -1,4 +1,4 @@
-"""`bench engine`: one of three questions, the command, and sections and chart of a result, whichever
+"""`bench engine`: one of its questions, the command, and sections and chart of a result, whichever
 question it answers.
 """
 
@@ -15,9 +15,11 @@ from bench.core.lines import from_line, to_line
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import NOT_MEASURED, Block, Column, Json, Section, crossed, ms, table, verdict, written
 from bench.experiments.engine.bed import why_no_engines
+from bench.experiments.engine.beside import measure_beside
 from bench.experiments.engine.measure import measure_engines
 from bench.experiments.engine.paced import measure_advised, measure_stated
 from bench.experiments.engine.ways import (
+    BESIDE,
     BLOCK_TOKENS,
     CONNECTED,
     OURS,
@@ -47,6 +49,7 @@ TITLES = {
     "objectcache_tier_http": "the same, http",
     "vllm_fs_tier": "vLLM's fs tier",
     "vllm_obj_tier": "vLLM's obj tier (our gateway)",
+    "objectcache_ahead": "loads ahead",
 }
 STATED = {
     "equal": "equal shares, freed bandwidth shared again",
@@ -70,6 +73,8 @@ def show(result: Json) -> dict[str, Section]:
         return _advised(result["advised"])
     if "stated_compute" in result:
         return {"stated": tuple(block for shared in result["stated_compute"] for block in _stated(shared))}
+    if "beside" in result:
+        return {"beside": tuple(_beside(result["beside"]))}
     order = {way: place for place, way in enumerate(TITLES)}
     rows = sorted(result["measurements"], key=lambda row: (row["context_tokens"], order[row["way"]]))
     rates = sorted({row["hit_rate"] for row in rows}, reverse=True)
@@ -116,6 +121,29 @@ def _tier(result: Json, rows: Sequence[Json]) -> Iterable[Block]:
     yield (
         f"One question for {seen['keys']} chunks takes {written(seen['seconds'], ms)} ms; target: under "
         f"{seen['limit_s'] * 1e3:g}: {verdict(seen['is_met'])}."
+    )
+
+
+def _beside(seen: Json) -> Iterable[Block]:
+    """Decoders beside a load."""
+    yield table(
+        seen["rows"],
+        Column(f"steps of {seen['decoders']} decoders, {seen['case']} stored; ms", lambda row: _title(row["way"])),
+        Column("alone", lambda row: row["alone_s"]["median"], ms),
+        Column("p99", lambda row: row["alone_s"]["p99"], ms),
+        Column("beside", lambda row: row["beside_s"]["median"], ms),
+        Column("p99", lambda row: row["beside_s"]["p99"], ms),
+        Column("longest", lambda row: row["beside_s"]["max"], ms),
+        Column("steps", lambda row: row["beside_s"]["count"]),
+        Column("as long as without a load", lambda row: row["late"]),
+        "TTFT, s = ttft_s:.3",
+    )
+    yield table(
+        seen["targets"],
+        f"target, {seen['turns']} loads = what",
+        Column("at most", lambda target: target["limit"]),
+        Column("seen", lambda target: target["value"] or NOT_MEASURED),
+        "= is_met:verdict",
     )
 
 
@@ -248,6 +276,8 @@ def _measure(asked: EngineSettings, origin: Mapping[str, Any]) -> Json:
     if settings.advised:
         advised = measure_advised(settings)
         return result_of(settings, origin, advised["problem"], advised=advised)
+    if settings.beside:
+        return result_of(settings, origin, **measure_beside(settings))
     if settings.stated:
         stated = measure_stated(settings)
         return result_of(settings, origin, stated[-1]["problem"], stated_compute=stated)
@@ -257,7 +287,7 @@ def _measure(asked: EngineSettings, origin: Mapping[str, Any]) -> Json:
 def result_of(settings: EngineSettings, origin: Mapping[str, Any], problem: str | None, **found: Any) -> dict[str, Any]:
     """The result, which has always had its name under `benchmark` as well."""
     values = {**plain(settings), "block_tokens": BLOCK_TOKENS}
-    for name in ("folder", "advised", "stated", "tier"):
+    for name in ("folder", "advised", "stated", "tier", "beside"):
         del values[name]
     return {"benchmark": "engine", **published("engine", origin, values, problem, **found)}
 
@@ -266,10 +296,10 @@ def settings_of(settings: EngineSettings) -> EngineSettings:
     """Recomputing is always among the ways, since it is what the tokens of all are compared with. Raises ValueError for
     what does not fit together.
     """
-    if sum((settings.advised, settings.stated, settings.tier)) > 1:
-        raise ValueError("--advised, --stated and --tier are questions of their own: ask one")
-    if settings.tier:
-        settings = replace(settings, ways=TIERS)
+    if sum((settings.advised, settings.stated, settings.tier, settings.beside)) > 1:
+        raise ValueError("--advised, --stated, --tier and --beside are questions of their own: ask one")
+    if settings.tier or settings.beside:
+        settings = replace(settings, ways=TIERS if settings.tier else BESIDE)
     ways = tuple(way for way in Way if way in settings.ways or way is Way.RECOMPUTE)
     settings = replace(settings, ways=ways)
     if settings.chunk_tokens % BLOCK_TOKENS and BLOCK_TOKENS % settings.chunk_tokens and set(OURS) & set(settings.ways):

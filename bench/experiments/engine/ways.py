@@ -121,9 +121,10 @@ class Prompts:
         """The first tokens of a round's base."""
         return self._tokens(f"base {round_index}", count)
 
-    def prompt(self, case: Case, round_index: int) -> list[int]:
-        """The prompt of a case in that round."""
-        suffix = self._tokens(case.title, case.context_tokens - case.prefix_tokens)
+    def prompt(self, case: Case, round_index: int, suffix_index: int = 0) -> list[int]:
+        """The prompt of a case in that round, with this one of the case's suffixes."""
+        name = f"{case.title} {suffix_index}" if suffix_index else case.title
+        suffix = self._tokens(name, case.context_tokens - case.prefix_tokens)
         return self.base(round_index, case.prefix_tokens) + suffix
 
     def storing(self, round_index: int, count: int) -> list[int]:
@@ -131,6 +132,10 @@ class Prompts:
         count the last block as done.
         """
         return self.base(round_index, count) + self._tokens("end", 2)
+
+    def decoding(self, count: int) -> list[list[int]]:
+        """Short prompts of requests that decode, the same in all rounds."""
+        return [self._tokens(f"decoder {index}", BLOCK_TOKENS) for index in range(count)]
 
     def _tokens(self, what: str, count: int) -> list[int]:
         generator = random.Random(f"{self.seed} {what}")
@@ -157,6 +162,7 @@ class Way(Enum):
     CHUNKWISE = "objectcache_chunkwise"
     ADVISED = "objectcache_advised"
     STATED = "objectcache_stated"
+    AHEAD = "objectcache_ahead"
     EXAMPLE = "example_connector"
     EXAMPLE_TOLD = "example_connector_told"
     LMCACHE_CPU = "lmcache_cpu"
@@ -180,14 +186,23 @@ class Way(Enum):
 
 OURS = (Way.LAYERWISE, Way.CHUNKWISE)
 """Our connector as the peers are compared with it: loading all that is stored."""
-CONNECTED = (*OURS, Way.ADVISED, Way.STATED)
+CONNECTED = (*OURS, Way.ADVISED, Way.STATED, Way.AHEAD)
 """Those with our connector."""
-LOADING_ALL = (*OURS, Way.STATED)
+LOADING_ALL = (*OURS, Way.STATED, Way.AHEAD)
 """Those of them that load all that is stored."""
 EXAMPLES = (Way.EXAMPLE, Way.EXAMPLE_TOLD)
 LMCACHES = (Way.LMCACHE_CPU, Way.LMCACHE_S3)
 TIERS = (Way.TIER, Way.TIER_HTTP, Way.FS_TIER, Way.OBJ_TIER)
 """vLLM's OffloadingConnector over ours and over its own tiers; its host memory is emptied before every request."""
+BESIDE = (Way.RECOMPUTE, Way.OWN_BLOCKS, Way.TIER, Way.FS_TIER, Way.LAYERWISE, Way.AHEAD)
+"""Those whose loads others decode beside. Their steps overlap, as on GPUs, but for LAYERWISE, which then would not load
+layer by layer.
+"""
+DECODERS = 7
+SETTLING_STEPS, ALONE_STEPS = 4, 24
+"""Steps that are not counted, and those without a load."""
+DECODED_MAX = 512
+"""Tokens of one decoder in a session, at most."""
 COMPUTING = (Way.RECOMPUTE, Way.EXAMPLE)
 """Those that compute a prompt of which a beginning is stored."""
 CONNECTORS: Mapping[Way, tuple[str, str | None]] = {
@@ -206,6 +221,7 @@ NOTES: Mapping[Way, str] = {
     Way.CHUNKWISE: "our connector, delivery chunk-major",
     Way.ADVISED: "our connector as it comes: it loads what is sooner loaded than computed, layer-major",
     Way.STATED: "our connector, layer-major; it stores nothing, and the bench decides what compute time it states",
+    Way.AHEAD: "our connector where steps overlap: a prefix is loaded while others decode, and its request runs then",
     Way.EXAMPLE: "vLLM's ExampleConnector as it comes: it finds whole prompts only, so that it recomputes these, and "
     "stores them before the first token",
     Way.EXAMPLE_TOLD: "the same, told the lengths of the prefixes that are stored; files in the page cache, mapped",
@@ -219,11 +235,12 @@ NOTES: Mapping[Way, str] = {
 }
 
 
-WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, *TIERS))
+WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED, Way.AHEAD, *TIERS))
 KNOWN = (*WAYS, Way.ADVISED, *TIERS)
 TIER_HELP = "instead: vLLM's OffloadingConnector over our tier and over its own, its host memory emptied between"
 ADVISED_HELP = "instead: loading what is advised, all and nothing, over links paced to 4, 1 and 0.25 of the break-even"
 STATED_HELP = "instead: two and four engines on one paced link, by what they state of their compute times, one a liar"
+BESIDE_HELP = "instead: the times between tokens of seven requests that decode, beside one whose prefix is loaded"
 CONTEXTS, CONTEXT_TOKENS_MAX = (2048, 4096, 8192, 16384), 1 << 16
 LENGTHS_HELP, HITS_HELP = "tokens of prompts, 2K for 2048", "stored share in percent; default: 50,87.5"
 GRAIN_HELP = "tokens of our chunks; the default is a block of the engine"
@@ -247,6 +264,7 @@ class EngineSettings:
     advised: bool = options.flag("--advised", ADVISED_HELP)
     stated: bool = options.flag("--stated", STATED_HELP)
     tier: bool = options.flag("--tier", TIER_HELP)
+    beside: bool = options.flag("--beside", BESIDE_HELP)
     contexts: tuple[int, ...] = options.setting("--contexts", CONTEXTS, (1024,), ascending(each(_length)), LENGTHS_HELP)
     hit_rates: tuple[float, ...] = options.setting("--hits", (0.5, 0.875), (0.875,), ascending(each(_share)), HITS_HELP)
     runs: int = options.runs(5)
@@ -282,7 +300,12 @@ class EngineSettings:
     def kv_tokens(self, way: Way) -> int:
         """Room in an engine's own blocks."""
         copies = OWN_BLOCKS_COPIES if way is Way.OWN_BLOCKS else 1
-        return copies * (max(self.contexts) + SPARE_BLOCKS * BLOCK_TOKENS)
+        decoded = DECODERS * (BLOCK_TOKENS + DECODED_MAX) if self.beside else 0
+        return decoded + copies * (max(self.contexts) + SPARE_BLOCKS * BLOCK_TOKENS)
+
+    def overlaps(self, way: Way) -> bool:
+        """Whether the steps of this way's engine overlap."""
+        return self.beside and way is not Way.LAYERWISE
 
 
 def engine_options(settings: EngineSettings, way: Way) -> dict[str, object]:
@@ -296,12 +319,12 @@ def engine_options(settings: EngineSettings, way: Way) -> dict[str, object]:
         "dtype": settings.shape.dtype.value,
         "max_model_len": model_tokens,
         "max_num_batched_tokens": model_tokens,
-        "max_num_seqs": 4,
+        "max_num_seqs": DECODERS + 1 if settings.beside else 4,
         "num_gpu_blocks_override": settings.kv_tokens(way) // BLOCK_TOKENS,
         "seed": 0,
         "enforce_eager": True,
         "disable_log_stats": False,
-        "async_scheduling": False,
+        "async_scheduling": settings.overlaps(way),
         "enable_prefix_caching": way is Way.OWN_BLOCKS,
     }
 
@@ -365,25 +388,31 @@ def tier_options(way: Way, settings: EngineSettings, endpoint: str, folder: Path
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """One engine: what vLLM is made with; `chunk_tokens` is G of our connector, `block_bytes` a block."""
+    """One engine: what vLLM is made with; `chunk_tokens` is G of our connector, `block_bytes` a block. With `overlaps`
+    a step begins before it is known how the last one ended.
+    """
 
     way: Way
     llm: Mapping[str, object]
     prompts: Prompts
     chunk_tokens: int
     block_bytes: int
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """One line to an engine: answer the prompt of `case`; or without a case compute the round's base up to `tokens` and
     see that it is stored. `stated` is for Way.STATED alone: how much of its compute time a layer it states, 0 for none.
+    `suffix` is the number of the prompt's suffix, and `decoders` that of the requests that decode when it comes.
     """
 
     round_index: int
     tokens: int = 0
     case: Case | None = None
     stated: float = 1.0
+    suffix: int = 0
+    decoders: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +421,8 @@ class Answer:
     the engine's step. `cached_tokens` are those vLLM did not compute; `counters` what the connector counted meanwhile.
     `idle_cpu_share` is the part of a core that the process used since its last answer. What STATED's engine measured
     for the step that loaded is `layer_compute_us`; `costs` are the fields of PrefillCosts, none as long as unknown.
+    Where others decode, `alone_s` and `beside_s` are the seconds between their tokens before the request comes, and
+    from then until its first token; `decoded` has the tokens of each.
     """
 
     ttft_s: float = 0.0
@@ -403,4 +434,7 @@ class Answer:
     idle_cpu_share: float = 0.0
     layer_compute_us: int = 0
     costs: Mapping[str, float] = field(default_factory=dict)
+    alone_s: tuple[float, ...] = ()
+    beside_s: tuple[float, ...] = ()
+    decoded: tuple[tuple[int, ...], ...] = ()
     problem: str | None = None

@@ -41,6 +41,7 @@ from nixl_client.connectors.vllm.published import PUBLISHED
 from nixl_client.connectors.vllm.rowwise import RowwiseConnector, over_tier
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
+from nixl_client.connectors.vllm.tier_options import names_tier
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
 from nixl_client.lossy import accept_of
 from nixl_client.session.retries import Retries
@@ -93,9 +94,11 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are waited for between the pieces. The first call with options: they are checked here. Raises
-        ValueError.
+        """Layers are waited for between the pieces, but not where the options name the tier. The first call with
+        options: they are checked here. Raises ValueError.
         """
+        if names_tier(extra_config):
+            return False
         check_early(extra_config)
         return True
 
@@ -316,6 +319,7 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             counters=self.counters,
             layout=layout,
             accept=accept,
+            lora_settings=engine.lora_settings(self._vllm_config),
             is_ahead=self._is_ahead,
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
@@ -333,7 +337,11 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 
 def _rowwise(vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> RowwiseConnector | None:
-    """The connector of KV that cannot be loaded layer by layer; None where it can. Raises UncacheableError."""
+    """The connector over the tier, where the options name the tier, and where KV cannot be loaded layer by layer; else
+    None. Raises UncacheableError.
+    """
+    if names_tier(vllm_config.kv_transfer_config.kv_connector_extra_config):
+        return RowwiseConnector(over_tier(vllm_config), role, kv_cache_config)
     try:
         engine.attention_spec(vllm_config, kv_cache_config)
     except engine.UncacheableError:

@@ -245,6 +245,16 @@ def _model_folder(vllm_config: Any) -> Path:
     return path
 
 
+def lora_settings(vllm_config: Any) -> str:
+    """The settings by which an engine computes otherwise with the same adapter."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(lora.target_modules)
+    names = ("lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    return " ".join([f"target_modules={modules}", *(f"{name}={getattr(lora, name, None)}" for name in names)])
+
+
 def worker_rank(tp_size: int) -> int:
     """The rank of this worker: its pipeline rank times `tp_size`, and its tensor rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group

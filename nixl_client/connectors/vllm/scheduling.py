@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX, PER_LAYER_CHUNK_BYTES_MAX, Accept
@@ -18,6 +17,7 @@ from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
+from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.naming import Feature
 from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
@@ -81,10 +81,13 @@ class SchedulerSide:
         layout: ChunkLayout,
         accept: Accept | None = None,
         *,
+        lora_settings: str = "",
         is_ahead: bool = False,
         shares_blocks: bool = False,
     ) -> None:
-        """`is_ahead` says that requests wait for their loads. With `shares_blocks` one may find what another loads."""
+        """`lora_settings` say how the engine applies adapters, and `is_ahead` that requests wait for their loads. With
+        `shares_blocks` one may find what another loads.
+        """
         self._is_ahead = is_ahead
         self._shares_blocks = shares_blocks
         self._lookups = Lookups(client, options, counters, accept, ledger.deployment.copies)
@@ -94,7 +97,7 @@ class SchedulerSide:
         self._ledger = ledger
         self._counters = counters
         self._requests: dict[str, EngineRequest] = {}
-        self._adapters = Adapters()
+        self._adapters = Adapters(lora_settings)
         self._layout = self._advised_layout = layout
         if is_ahead and layout.chunk_bytes <= PER_LAYER_CHUNK_BYTES_MAX:  # computing hides nothing of a load
             self._advised_layout = ChunkLayout(1, layout.chunk_tokens, layout.chunk_bytes)
@@ -143,6 +146,10 @@ class SchedulerSide:
         worth_chunks = told_chunks(request.kv_transfer_params, computed_tokens)
         if worth_chunks is None:
             worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
+        load_tokens = transfer_limits(request.kv_transfer_params).load_tokens
+        if load_tokens is not None:
+            most_chunks = (computed_tokens + load_tokens) // self._grid.chunk_tokens
+            worth_chunks = most_chunks if worth_chunks is None else min(most_chunks, worth_chunks)
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)
         return count if count >= self._options.min_load_tokens else 0
 
@@ -216,20 +223,17 @@ class SchedulerSide:
         self._ledger.reset(uuid.uuid4().hex)
 
     def _adapter(self, lora: Lora | None) -> str | None:
-        """Tells adapters apart by name and, where they are files of this host, by weights; None: cannot be told."""
-        if lora is None:
-            return ""
-        try:
-            found = self._adapters.fingerprint(lora.lora_int_id, Path(lora.lora_path))
-        except OSError:
-            found = lora.lora_path
-        return None if found is None else f"{lora.lora_name}\n{found}"
+        """Tells adapters apart by their contents; None: cannot be told."""
+        return "" if lora is None else self._adapters.contents(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def _write(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
         if not _has_names(request) or self._ledger.feature_count(request.request_id) != len(request.mm_features):
             return
         sure_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         held_tokens = min(sure_tokens, len(block_ids) * self._grid.block_tokens)
+        store_tokens = transfer_limits(request.kv_transfer_params).store_tokens
+        if store_tokens is not None:
+            held_tokens = min(held_tokens, store_tokens)
         self._ledger.computed(request.request_id, request.all_token_ids, held_tokens, block_ids)
 
     def _is_looked_up(self, tracked: Tracked, request: EngineRequest) -> bool:

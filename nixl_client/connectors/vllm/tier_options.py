@@ -14,6 +14,11 @@ _OTHERWISE = {"epoch", "staging_bytes", "store"}
 """Options of the tier that the connector's of the same name do not set: `staging_bytes` is another buffer there."""
 
 
+def names_tier(extra: Mapping[str, object]) -> bool:
+    """Whether these are the tier's own options, as vLLM's OffloadingConnector takes them."""
+    return extra.get("spec_name") == SPEC
+
+
 def tier_options(extra: Mapping[str, object], worker_count: int, *, is_storing: bool) -> dict[str, object]:
     """vLLM's `kv_connector_extra_config` for its OffloadingConnector over the tier, from that of our connector. Options
     that only layers have are left out, and what is not set has the tier's default. `staging_bytes` is the memory that a

@@ -21,29 +21,49 @@ _log = logging.getLogger(__name__)
 
 
 class Adapters:
-    """Fingerprints of the adapters an engine has used. Which weights it holds for one is not told: so an adapter whose
-    files have changed since it was first used has no fingerprint any more.
+    """The contents of the adapters that an engine has used. Which weights it holds for one is not told, and vLLM tells
+    KV of adapters apart by name and path: an adapter whose contents have changed since the engine first used its
+    number, or its name and path, is not known any more, for blocks of both may be mixed then.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Path], tuple[object, str | None]] = {}
+    def __init__(self, settings: str = "") -> None:
+        """`settings` are how the engine applies adapters."""
+        self._settings = settings
+        self._files: dict[Path, tuple[object, str]] = {}
+        self._first: dict[object, str | None] = {}
 
-    def fingerprint(self, adapter_id: int, path: Path) -> str | None:
-        """The fingerprint of the adapter that the engine knows by this number. None once its files have changed. Raises
-        OSError for what cannot be read.
+    def contents(self, adapter_id: int, name: str, path: str) -> str | None:
+        """A digest that adapters share whose weights are equal and applied alike. None where the weights cannot be
+        read, and once they have changed.
         """
+        try:
+            found: str | None = self._fingerprint(Path(path).expanduser())
+        except OSError:
+            found = None
+        known = [self._known(key, found, path) for key in (adapter_id, (name, path))]
+        if found is None or None in known:
+            return None
+        return hashlib.sha256(f"{self._settings}\n{found}".encode()).hexdigest()
+
+    def _known(self, key: object, found: str | None, path: str) -> str | None:
+        if key not in self._first:
+            if len(self._first) >= ADAPTERS_MAX:
+                return None
+            self._first[key] = found
+            if found is None:
+                _log.warning("adapter %s is not cached: its weights are no files of this host", path)
+        elif self._first[key] not in (None, found):
+            _log.warning("adapter %s is not cached any more: its files were replaced or removed", path)
+            self._first[key] = None
+        return self._first[key]
+
+    def _fingerprint(self, path: Path) -> str:
         state = [(file, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in weight_files(path)]
-        known = self._known.get((adapter_id, path))
+        known = self._files.get(path)
         if known is None or known[0] != state:
-            found: str | None = fingerprint(path)
-            if known is not None and known[1] != found:
-                if known[1] is not None:
-                    _log.warning("adapter %s was replaced under the same number: it is not cached any more", path)
-                found = None
-            known = (state, found)
-            self._known[adapter_id, path] = known
-            if len(self._known) > ADAPTERS_MAX:
-                del self._known[next(iter(self._known))]
+            known = self._files[path] = state, fingerprint(path)
+            if len(self._files) > ADAPTERS_MAX:
+                del self._files[next(iter(self._files))]
         return known[1]
 
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TierJob:
-    """Chunks to move between the store and slots of the primary tier: `keys[i]` and `slots[i]` belong together."""
+    """Chunks to move between the store and slots of the primary tier: `keys[i]`, by which the store has a chunk,
+    `slots[i]` and `vllm_keys[i]`, by which vLLM has it, belong together.
+    """
 
     job_id: int
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
+    vllm_keys: tuple[bytes, ...]
     is_load: bool
     began_s: float
     content_class: str = ""
@@ -27,6 +30,11 @@ class TierJobEnd:
     done: frozenset[bytes]
     nbytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def vllm_done(self) -> list[bytes]:
+        """vLLM's keys of those that are there now."""
+        return [theirs for key, theirs in zip(self.job.keys, self.job.vllm_keys, strict=True) if key in self.done]
 
     @property
     def is_good(self) -> bool:

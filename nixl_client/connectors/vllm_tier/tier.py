@@ -33,12 +33,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from nixl_client.connectors.vllm.engine import join_log
+from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
 from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
 from nixl_client.connectors.vllm_tier.options import TierOptions
+from nixl_client.connectors.vllm_tier.rules.adapters import BlockNames
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
-from nixl_client.connectors.vllm_tier.rules.naming import TierSpace, group_of
+from nixl_client.connectors.vllm_tier.rules.naming import GROUP_BYTES, TierSpace, group_of
 from nixl_client.connectors.vllm_tier.rules.published import HASHING, TIER_INFO, TIER_LABELS, CacheGroup, tier_labels
 from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
 from nixl_client.connectors.vllm_tier.rules.verdicts import Verdicts
@@ -99,6 +101,14 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         config = offloading_spec.config
         row_bytes = self.block_size_bytes
         self._forms = _forms(config, cards, row_bytes)
+        self._has_adapters = any(card.has_adapters for card in cards)
+        self._block_names: dict[str, BlockNames] = {}
+        """The requests of an engine with adapters whose adapter is known."""
+        if self._has_adapters and not getattr(offloading_spec, "names_adapters", False):
+            _log.warning(
+                "ObjectCache IS NOT USED: with LoRA vLLM names an adapter's KV by its path, not by its weights; use"
+                " kv_connector ObjectCacheConnector, with the same options"
+            )
         self._space = _space(config, cards, self._forms, row_bytes, self._options.epoch)
         self.traffic = TierTraffic(
             self._options,
@@ -114,6 +124,8 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._live: set[str] = set()
         self._outdated: set[str] = set()
         """The requests that run, and those of them whose KV may be of other weights."""
+        self._store_tokens: dict[str, int] = {}
+        """Requests that bound what is stored of them: only KV of so many of their first tokens."""
         self._has_answers = True
         self._is_used = None not in self._forms.values()
         hashing = cards[0].hashing if cards else ""
@@ -139,30 +151,42 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY once, then HIT or MISS, from memory."""
-        if not self._is_used:
+        stored_as = self._stored_as(key, req_context.req_id) if self._is_used else None
+        if stored_as is None:
             return LookupResult.MISS
         if self._has_answers:
             self._take_answers()
-        is_stored = self._verdicts.lookup(key, req_context.req_id)
+        is_stored = self._verdicts.lookup(stored_as, req_context.req_id)
         if is_stored is None:
             return LookupResult.RETRY
         return LookupResult.HIT if is_stored else LookupResult.MISS
+
+    def name_blocks(self, request_id: str, names: BlockNames) -> None:
+        """From now on the blocks of this request have these names, in an engine with adapters; without a call nothing
+        of it is stored, nor loaded.
+        """
+        if self._has_adapters:
+            self._block_names[request_id] = names
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load these chunks into their slots, group by group in the order of the prompt, from which the store learns
         which chunk needs which.
         """
-        self.traffic.load(self._job(job_metadata, is_load=True))
+        job = self._job(job_metadata, is_load=True)
+        if job is None:
+            self.traffic.refuse(_unnamed(job_metadata, is_load=True))
+        else:
+            self.traffic.load(job)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store those of these chunks that are missing, in the order of the prompt: eviction takes the last ones first,
         and a store that fails has stored the first ones.
         """
         job = self._job(job_metadata, is_load=False)
-        if self._is_used and job_metadata.req_context.req_id not in self._outdated:
-            self.traffic.store(job)
+        if job is None or not self._is_used or job_metadata.req_context.req_id in self._outdated:
+            self.traffic.skip(_unnamed(job_metadata, is_load=False))
         else:
-            self.traffic.skip(job)
+            self.traffic.store(job)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Each job once, when nothing touches its slots any more."""
@@ -181,12 +205,17 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunks are stored as they come."""
         self._live.add(req_context.req_id)
+        store_tokens = transfer_limits(req_context.kv_transfer_params).store_tokens
+        if store_tokens is not None:
+            self._store_tokens[req_context.req_id] = store_tokens
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was known for it."""
         self._live.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
+        self._block_names.pop(req_context.req_id, None)
+        self._store_tokens.pop(req_context.req_id, None)
         self._verdicts.finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -248,14 +277,33 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         self._verdicts.expire(time.monotonic())
         self._has_answers = False
 
-    def _job(self, job: TransferJob, *, is_load: bool) -> TierJob:
+    def _stored_as(self, key: bytes, request_id: str) -> bytes | None:
+        """The key by which the store has a chunk. None where its bytes are those of an adapter that is not known."""
+        if not self._has_adapters:
+            return key
+        names = self._block_names.get(request_id)
+        found = None if names is None else names(key[:-GROUP_BYTES])
+        return None if found is None else found + key[-GROUP_BYTES:]
+
+    def _job(self, job: TransferJob, *, is_load: bool) -> TierJob | None:
+        """The job by the store's keys; None where one has none. vLLM bounds what is stored of a request by its
+        `max_offload_tokens`, but for parts of blocks of states (0.32): here they are left out.
+        """
         position = job.req_context.get_offload_key_position
-        keys = sorted(job.keys, key=lambda key: (group_of(key), position(key) or 0))
+        vllm_keys = sorted(job.keys, key=lambda key: (group_of(key), position(key) or 0))
+        store_tokens = None if is_load else self._store_tokens.get(job.req_context.req_id)
+        if store_tokens is not None:
+            vllm_keys = [key for key in vllm_keys if 0 < (position(key) or 0) <= store_tokens]
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        named = [self._stored_as(key, job.req_context.req_id) for key in vllm_keys]
+        keys = tuple(key for key in named if key is not None)
+        if len(keys) < len(vllm_keys):
+            return None
         return TierJob(
             job_id=job.job_id,
-            keys=tuple(keys),
-            slots=tuple(slots[key] for key in keys),
+            keys=keys,
+            slots=tuple(slots[key] for key in vllm_keys),
+            vllm_keys=tuple(vllm_keys),
             is_load=is_load,
             began_s=time.monotonic(),
             content_class=self._options.content_class,
@@ -266,14 +314,27 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         if job.is_load and not end.is_good:  # else vLLM would ask for them again and again
             self._verdicts.missed(set(job.keys) - end.done)
         if not job.is_load and self._events is not None and end.done:
-            self._events.append(_stored(end.done, self.locality, self.tier_type))
+            self._events.append(_stored(end.vllm_done, self.locality, self.tier_type))
         return JobResult(
             job_id=job.job_id,
             success=end.is_good,
-            successful_keys=list(end.done) if job.is_load else None,
+            successful_keys=end.vllm_done if job.is_load else None,
             transfer_time=end.seconds,
             transfer_bytes=end.nbytes or None,
         )
+
+
+def _unnamed(job: TransferJob, *, is_load: bool) -> TierJob:
+    """A job that is not carried out, by vLLM's keys."""
+    keys = tuple(job.keys)
+    return TierJob(
+        job_id=job.job_id,
+        keys=keys,
+        slots=tuple(job.chunk_ids.tolist()),
+        vllm_keys=keys,
+        is_load=is_load,
+        began_s=time.monotonic(),
+    )
 
 
 def _stored(keys: Collection[bytes], locality: Locality, tier_type: str) -> OffloadingEvent:
@@ -287,9 +348,6 @@ def _forms(config: Any, cards: list[EngineCard], row_bytes: int) -> dict[int, Ro
     a prefix needs all of them. It says why, for people.
     """
     nothing: dict[int, RowForm | None] = dict.fromkeys(group.group_id for group in config.groups)
-    if any(card.has_adapters for card in cards):
-        _log.warning("ObjectCache IS NOT USED: with LoRA vLLM names an adapter's KV by its path, not by its weights")
-        return nothing
     if len(cards) == config.parallel.world_size and len({card.identity for card in cards}) == 1:
         distinct = cards[:1] if config.canonical_layout or config.replicated_layout else cards
         try:

@@ -120,10 +120,10 @@ class TierTraffic:
 
     def load(self, job: TierJob) -> None:
         """Load chunks into their slots."""
-        self.book.begin(job)
         if self.is_resting:
-            self.book.end(TierJobEnd(job, frozenset()))
+            self.refuse(job)
             return
+        self.book.begin(job)
         with self._lock:
             self._load_count += 1
             self._loads_idle.clear()
@@ -142,6 +142,11 @@ class TierTraffic:
         """A job of chunks that are not to be stored."""
         self.book.begin(job)
         self.book.end(TierJobEnd(job, frozenset(job.keys)))
+
+    def refuse(self, job: TierJob) -> None:
+        """A job of chunks that cannot be loaded."""
+        self.book.begin(job)
+        self.book.end(TierJobEnd(job, frozenset()))
 
     def cancel_waiting(self) -> None:
         """Drop stores that have not begun."""

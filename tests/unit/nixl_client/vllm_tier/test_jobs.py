@@ -9,7 +9,7 @@ from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd, TierJobs
 
 def job(number: int, *, is_load: bool = True, chunks: int = 2) -> TierJob:
     keys = tuple(bytes([number % 256, index]) for index in range(chunks))
-    return TierJob(number, keys, tuple(range(chunks)), is_load, 0.0)
+    return TierJob(number, keys, tuple(range(chunks)), keys, is_load, 0.0)
 
 
 def test_each_job_is_reported_once_whoever_ends_it() -> None:

@@ -409,18 +409,44 @@ class TestWeights:
         path.write_bytes(content)
         assert fingerprint(path) != before
 
-    def test_an_adapter_replaced_under_its_number_is_not_cached(self, tmp_path: Path) -> None:
-        """The engine may still hold the old one."""
+    def test_an_adapter_that_was_replaced_is_not_cached(self, tmp_path: Path) -> None:
+        """Under its number the engine may still hold the old one, and under its name and path it has blocks of both."""
         adapters = Adapters()
         path = self.weights(tmp_path / "x", 1)
         (path / "adapter_config.json").write_text('{"lora_alpha": 8}')
-        first = adapters.fingerprint(1, path)
+        first = adapters.contents(1, "x", str(path))
         assert first is not None
-        assert adapters.fingerprint(1, path) == first
+        assert adapters.contents(1, "x", str(path)) == first
         (path / "adapter_config.json").write_text('{"lora_alpha": 16}')
-        assert adapters.fingerprint(1, path) is None
-        assert adapters.fingerprint(1, path) is None
-        assert adapters.fingerprint(2, path) not in (None, first)
+        for number, name in ((1, "x"), (1, "other"), (2, "x")):
+            assert adapters.contents(number, name, str(path)) is None
+        assert adapters.contents(3, "new", str(path)) not in (None, first)
+        (path / "adapter_config.json").write_text('{"lora_alpha": 8}')
+        assert adapters.contents(1, "x", str(path)) is None
+
+    def test_an_adapter_is_its_contents_and_how_the_engine_applies_it(self, tmp_path: Path) -> None:
+        one, same, other = (str(self.weights(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+        adapters, otherwise = Adapters(), Adapters("target_modules=['q_proj']")
+        found = [adapters.contents(number, f"n{number}", path) for number, path in enumerate((one, same, other), 1)]
+        assert (found[0] == found[1], found[0] == found[2]) == (True, False)
+        assert otherwise.contents(1, "n1", one) not in (None, found[0])
+
+    def test_an_adapter_that_cannot_be_read_is_not_cached(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Nor once it can be: the engine has loaded it before, and what that was is not known."""
+        adapters, path = Adapters(), tmp_path / "hub"
+        assert [adapters.contents(1, "x", str(path)) for _ in range(3)] == [None] * 3
+        assert sum("no files of this host" in record.message for record in caplog.records) == 2
+        self.weights(path, 1)
+        assert adapters.contents(1, "x", str(path)) is None
+
+    def test_adapters_without_end_are_not_remembered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nor is one forgotten, which could then come back replaced."""
+        monkeypatch.setattr("nixl_client.connectors.vllm.weights.ADAPTERS_MAX", 4)
+        adapters, path = Adapters(), str(self.weights(tmp_path / "x", 1))
+        found = [adapters.contents(number, f"n{number}", path) for number in (1, 2, 3, 1)]
+        assert (found[0] == found[1] == found[3], found[2]) == (True, None)
 
     @pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 64, (20).to_bytes(8, "little") + b"[1]" + bytes(40)])
     def test_files_that_are_no_safetensors_are_taken_as_bytes(self, content: bytes, tmp_path: Path) -> None:
@@ -535,6 +561,33 @@ class TestSchedulerSide:
         request.num_computed_tokens = 200
         side.scheduled("r", list(range(7)))
         assert ledger.take_step().stores == ()
+
+    @pytest.mark.parametrize(
+        ("params", "computed", "offered"),
+        [
+            ({"max_load_tokens": 0}, 0, 0),
+            ({"max_load_tokens": 100}, 0, 96),
+            ({"max_load_tokens": 64}, 96, 64),
+            ({"max_load_tokens": 1000}, 0, 192),
+            ({"kv_load_tiers": []}, 0, 0),
+        ],
+    )
+    def test_a_request_may_bound_what_it_loads(self, params: object, computed: int, offered: int) -> None:
+        side, store, _ = self.side()
+        tokens = list(range(200))
+        self.fill(store, tokens)
+        assert side.match(Request(tokens, kv_transfer_params=params), computed) == offered
+
+    @pytest.mark.parametrize(("store_tokens", "chunks"), [(0, 0), (70, 2), (1000, 6)])
+    def test_a_request_may_bound_what_it_stores(self, store_tokens: int, chunks: int) -> None:
+        side, _, ledger = self.side()
+        request = Request(list(range(200)), kv_transfer_params={"max_offload_tokens": store_tokens})
+        assert side.match(request, 0) == 0
+        side.allocated(request, list(range(7)), 0)
+        side.scheduled("r", list(range(7)))
+        request.num_computed_tokens = 200
+        side.scheduled("r", list(range(7)))
+        assert sum(len(job.keys[0]) for job in ledger.take_step().stores) == chunks
 
     def test_a_step_states_what_its_layers_take(self) -> None:
         """All of its requests together: the engine computes them in one pass."""

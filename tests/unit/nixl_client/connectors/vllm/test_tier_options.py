@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nixl_client.connectors.vllm.tier_options import tier_options
+from nixl_client.connectors.vllm.tier_options import names_tier, tier_options
 from nixl_client.connectors.vllm_tier.options import TierOptions
 
 AT = {"endpoint": "http://store:9000"}
@@ -56,6 +56,12 @@ def test_an_engine_that_is_not_to_store_does_not() -> None:
         False,
         False,
     ]
+
+
+def test_options_of_the_tier_are_told_from_those_of_the_connector() -> None:
+    assert names_tier({**AT, "spec_name": "ObjectCacheTieringSpec"})
+    for other in ({}, {"spec_name": "TieringOffloadingSpec"}, {"spec_name": None}):
+        assert not names_tier({**AT, **other})
 
 
 def test_what_cannot_be_is_refused() -> None:
