@@ -30,6 +30,8 @@ from storage_server.cache.policies.utility_policy import UtilitySettings
 
 LAYOUT = KvLayout(32, 512, 1024, "bfloat16")
 """Chunks of 512 tokens, as the traces have them, of a model of 8 B parameters: 64 MiB each."""
+READ_BYTES_PER_S = 4e9
+"""An NVMe disk's rate."""
 SETS: Mapping[str, tuple[Codec, ...]] = {
     "none": (),
     **{codec.value: (codec,) for codec in DEFAULT_CODECS},
@@ -68,7 +70,8 @@ def measure_replacing(settings: ReplacingSettings, origin: Mapping[str, Any]) ->
 
 def replay(stream: Stream, capacity: float, alpha_s: float, codecs: Sequence[Codec]) -> dict[str, Any]:
     """The seconds that a stream costs with a cache of `capacity` of all its chunks, and the forms of its hits."""
-    settings = UtilitySettings({codec: DEFAULT_CODECS[codec] for codec in codecs}, alpha_s=alpha_s)
+    figures = {codec: DEFAULT_CODECS[codec] for codec in codecs}
+    settings = UtilitySettings(figures, alpha_s=alpha_s, home_bytes_per_s=READ_BYTES_PER_S)
     ladder = Ladders(settings).of(ChunkForm(LAYOUT))
     exact_bytes = ladder[0].nbytes
     chunks = {key for request in stream.requests for key in request.keys}

@@ -1,19 +1,19 @@
 """The forms through which a stored chunk goes before it leaves, and the price at which each step is taken. Pure.
 
-A use of a chunk that is cached saves computing it: `computed_bytes_per_s` says how long that takes. A use of an encoded
-one loses quality, which `alpha_s` weighs, and takes decoding; a smaller chunk comes sooner. So a step has a price: what
-it costs a use, for each byte that it frees, over what eviction of the exact chunk costs. The chunk whose price times
+A use of a chunk that is cached saves computing it: `computed_bytes_per_s` says how long that takes. It is read instead,
+and decoded. A use of an encoded one loses quality, which `alpha_s` weighs. So a step has a price: what it costs a use,
+for each byte that it frees, over what eviction of the exact chunk costs. The chunk whose price times
 its expected uses is least takes its next step (storage_server.cache.policies.policy). Source: AdaptCache (002), "policy
 optimizer"; here the prices of one chunk are made once, and uses are those of reuse-value.
 
-    alpha 1 s, a chunk of 32 MB that takes 32 ms to compute, on a disk of 1 GB/s:
-    exact to kivi8-1     costs  -5 ms, frees 14 MB     price 0        at the first lack of room
-    kivi8-1 to k8v4-1    costs  16 ms, frees  4 MB     price 1.8      bounded: not later than an exact one would leave
-    k8v4-1 leaves        costs  32 ms, frees 14 MB     price 2.3      long after exact chunks of as many uses
+    alpha 0.5 s, a chunk of 32 MB that takes 32 ms to compute, and 8 ms to read
+    exact to kivi8-1     costs  7 ms, frees 14 MB     price 0.67     before exact chunks of as many uses leave
+    kivi8-1 to k8v4-1    costs  9 ms, frees  4 MB     price 3.0      not taken: it costs more than leaving
+    kivi8-1 leaves       costs 19 ms, frees 18 MB     price 1.4      after exact chunks of as many uses have left
 
-The owner of a bucket that replaces chunks has said that an encoded chunk is better than none, so the price of encoding
-is at most that of leaving. None of the codecs drops tokens: nobody could get those back, and few readers can do
-without.
+The owner of a bucket that replaces chunks has said that an encoded chunk is better than none, so the price of the first
+step is at most that of leaving, and a further one is taken only where it costs less. None of the codecs drops tokens:
+nobody could get those back, and few readers can do without.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from storage_server.planning.forms import LossView, shape_of
 
 COMPUTED_BYTES_PER_S = 1e9
 """At which KV is computed, where no profile says it of the model: about that of 8 B parameters on one H100."""
+SAVED_FRACTION_MIN = 0.1
+"""A use saves at least this part of computing, also where the disk is said to be no faster."""
 PRICE_MIN = 2.0**-16
 """A step that costs nothing has this price, so that among chunks those with the fewest uses still go first."""
 LADDERS_MAX = 4096
@@ -67,11 +69,17 @@ class ChunkForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """A form, and the seconds that a use of it costs more than one of the exact chunk."""
+    """A form, the seconds that a use of it costs more than one of the exact chunk, and those that it takes to be there,
+    which are among them.
+    """
 
     codec: Codec
     nbytes: int
     cost_s: float
+    loaded_s: float
+
+
+LAST: tuple[float, _Costs | None] = (math.inf, None)
 
 
 class Ladders:
@@ -98,14 +106,18 @@ class Ladders:
 
     def _made(self, form: ChunkForm, losses: LossView | None, refused: Collection[Codec]) -> Ladder:
         layout, shape = form.layout, shape_of(form.layout)
-        evicted_s = layout.nbytes / self._computed_rate(layout)
+        computed_s = layout.nbytes / self._computed_rate(layout)
         chain, present = form.chain, form.chain[-1] if form.chain else Codec.EXACT
         all_costs = self._costs(form, present)
-        exact_bytes = _room_of(layout.nbytes)
         at = next(each for each in all_costs if each.codec is present)
+
+        def saved_for_byte(form: _Costs) -> float:
+            return max(computed_s - form.loaded_s, SAVED_FRACTION_MIN * computed_s) / form.nbytes
+
+        unit = saved_for_byte(all_costs[0])
         rungs: list[Rung] = []
         while True:
-            leaving = exact_bytes / at.nbytes
+            leaving = saved_for_byte(at) / unit
             bears = _bearing(losses, shape, layout.num_layers, chain)
             able = [
                 each
@@ -113,13 +125,12 @@ class Ladders:
                 if each.nbytes < at.nbytes and each.codec not in refused and goes_on(at.codec, each.codec)
                 and takes(each.codec, shape.tokens) and bears(each.codec)
             ]  # fmt: skip
-            if not able:
+            prices = [(each.cost_s - at.cost_s) / (at.nbytes - each.nbytes) / unit for each in able]
+            price, after = min(zip(prices, able, strict=True), key=lambda pair: (pair[0], pair[1].nbytes), default=LAST)
+            if after is None or (price > leaving and at.codec is not Codec.EXACT):
                 rungs.append(Rung(at.codec, at.nbytes, _step_of(leaving)))
                 return tuple(rungs)
-            prices = [(each.cost_s - at.cost_s) / (at.nbytes - each.nbytes) for each in able]
-            price, after = min(zip(prices, able, strict=True), key=lambda pair: (pair[0], pair[1].nbytes))
-            step = _step_of(min(leaving, price / (evicted_s / exact_bytes)))
-            rungs.append(Rung(at.codec, at.nbytes, step))
+            rungs.append(Rung(at.codec, at.nbytes, _step_of(min(leaving, price))))
             at, chain = after, (*chain, after.codec)
 
     def _computed_rate(self, layout: KvLayout) -> float:
@@ -132,19 +143,21 @@ class Ladders:
         qualities = settings.class_qualities.get(form.content_class, {})
         home = (TierModel("home", layout.nbytes, settings.home_bytes_per_s),)
         exact = Form(Codec.EXACT.value, layout.nbytes)
-        found = [_Costs(Codec.EXACT, _room_of(layout.nbytes), 0.0)]
+        read_s = layout.nbytes / settings.home_bytes_per_s
+        found = [_Costs(Codec.EXACT, _room_of(layout.nbytes), 0.0, read_s)]
         for codec in dict.fromkeys((*settings.codecs, present)):
             nbytes = layout.nbytes if codec is Codec.EXACT else layout.num_layers * encoded_bytes_max(codec, shape)
             if codec is Codec.EXACT or (codec is not present and (codec.drops_tokens or nbytes >= layout.nbytes)):
                 continue
-            cost_s = 0.0
+            cost_s, loaded_s = 0.0, nbytes / settings.home_bytes_per_s
             if (figures := settings.codecs.get(codec)) is not None:
                 decode_s = layout.nbytes / figures.decoded_bytes_per_s
+                loaded_s += decode_s
                 encoded = Form(codec.value, nbytes, qualities.get(codec, figures.quality), decode_s)
                 entry = TieredEntry(codec, 1.0, (exact, encoded), 0.0)
                 before, after = (utility(entry, TierPlacement(0, at), home, settings.alpha_s) for at in (0, 1))
                 cost_s = before - after
-            found.append(_Costs(codec, _room_of(nbytes), cost_s))
+            found.append(_Costs(codec, _room_of(nbytes), cost_s, loaded_s))
         return found
 
 
