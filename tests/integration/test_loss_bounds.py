@@ -35,7 +35,7 @@ from tests.integration.test_compression import (
     warm,
 )
 from tests.support.requests import OTHER, OWNER, request
-from tests.support.servers import LocalStack
+from tests.support.servers import LocalStack, ucx_for
 from tests.support.waiting import eventually
 
 MODEL = "tiny"
@@ -71,10 +71,13 @@ def serving(tmp_path: Path, losses: LossTable, **settings: Any) -> Iterator[Loca
         yield running
 
 
-@pytest.mark.parametrize("transport", ["http", "shm"])
+@pytest.mark.parametrize("transport", ["http", "shm", pytest.param("ucx", marks=pytest.mark.slow)])
 def test_a_bound_is_kept_and_the_answer_says_the_loss(tmp_path: Path, transport: str) -> None:
     keys, chunks = kv_chunks(COUNT)
-    with serving(tmp_path, NAMED) as local, local.client("chunks", transport) as client:
+    with (
+        serving(tmp_path, NAMED, ucx=ucx_for(transport)) as local,
+        local.client("chunks", transport) as client,
+    ):
         client.put_chunks(keys, list(chunks))
         warm(local, keys)
         found, forms, _ = fetched(client, keys, bounded(DIRECT))
