@@ -26,7 +26,6 @@ from objectcache.orchestrator.rules.kv_events import (
     BlockStored,
     Event,
     KnownBatch,
-    block_name,
     name_bytes,
 )
 from objectcache.orchestrator.rules.policies import Sessions
@@ -164,7 +163,7 @@ class Writing:
             entries = await self._in_thread(self._entries, name)
             for start in range(0, len(entries), RESTORED_AT_ONCE):
                 part = entries[start : start + RESTORED_AT_ONCE]
-                self._index.restore(name, ((block_name(each.block), each.prefix) for each in part))
+                self._index.restore(name, ((each.block, each.prefix) for each in part))
                 await asyncio.sleep(0)
         return {name: KnownBatch(*each) for name, each in found.items()}
 
@@ -185,16 +184,15 @@ class Writing:
         changes = self._changes.setdefault(source, _Changes())
         match part:
             case BlockStored():
-                for name in part.names:
+                for name in map(name_bytes, part.names):
                     prefix = self._index.prefix_of(source, name)
                     if prefix is not None:
-                        changes.added[name_bytes(name)] = prefix
+                        changes.added[name] = prefix
             case BlockRemoved():
-                for name in part.names:
+                for name in map(name_bytes, part.names):
                     if self._index.prefix_of(source, name) is not None:
-                        packed = name_bytes(name)
-                        changes.added.pop(packed, None)
-                        changes.removed.add(packed)
+                        changes.added.pop(name, None)
+                        changes.removed.add(name)
             case AllBlocksCleared():
                 self._changes[source] = _Changes(changes.known, is_cleared=True)
         if changes.count > HELD_MAX:

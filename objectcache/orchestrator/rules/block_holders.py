@@ -6,7 +6,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from objectcache.orchestrator.rules.kv_events import BlockName
 from objectcache.orchestrator.rules.sliced_dict import SlicedDict
 
 CLEARED_MAX = 1024
@@ -15,7 +14,7 @@ SWEEP_BLOCKS = 5_000
 """Some milliseconds."""
 SWEPT_WITH_EACH = SWEEP_BLOCKS // 16
 """So many blocks are taken away when an engine's rank is cleared: an engine may clear 64 ranks at once."""
-Rest = dict[BlockName, bytes] | OrderedDict[bytes, float]
+Rest = dict[bytes, bytes] | OrderedDict[bytes, float]
 
 
 @dataclass(slots=True)

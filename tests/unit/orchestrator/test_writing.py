@@ -21,7 +21,7 @@ from objectcache.orchestrator.rules.kv_events import (
     KnownBatch,
     WrongEventError,
     batch_of,
-    block_name,
+    name_bytes,
 )
 from objectcache.orchestrator.rules.policies import Sessions
 from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
@@ -115,7 +115,7 @@ async def test_changes_that_wait_for_a_full_disk_are_taken_up_without_a_look_at_
     assert tried == ["good"] * 2, "a larger change is not tried where the file refuses a smaller one"
     monkeypatch.undo()
     await made.flush()
-    assert sorted(block_name(each.block) for each in made.metadata.blocks.all("bad")) == [1, 2]
+    assert sorted(each.block for each in made.metadata.blocks.all("bad")) == [name_bytes(1), name_bytes(2)]
     assert made.metadata.blocks.batches() == {"bad": (4, 1.0), "good": (0, 1.0)}
     await made.stop()
 
