@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from objectcache.orchestrator.rules.kv_events import (
     KnownBatch,
     name_bytes,
 )
-from objectcache.orchestrator.rules.policies import Sessions
+from objectcache.orchestrator.rules.policies import SESSIONS_MAX, Sessions
 from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
@@ -39,7 +40,7 @@ FAILURES_MAX = 60
 HELD_MAX = 250_000
 """Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
 HELD_ALL_MAX = 1_000_000
-"""Blocks of all sources that wait because the disk is full, for example."""
+"""Blocks of all sources that wait because the disk is full, or hangs."""
 SESSIONS = "sessions"
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Writing:
         self.metadata = Metadata(folder)
         self._index = index
         self._changes: dict[str, _Changes] = {}
-        self._sessions: dict[str, str] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """Those that wait to be written, at most SESSIONS_MAX: clients make their names up, and a disk may hang."""
         self._flushing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
@@ -125,7 +127,7 @@ class Writing:
         async with self._flushing:
             for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
                 del self._changes[source]
-            self._sessions = {session: engine for session, engine in self._sessions.items() if engine != name}
+            self._sessions = OrderedDict(each for each in self._sessions.items() if each[1] != name)
             await self._in_thread(self.metadata.remove_engine, name)
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
@@ -176,6 +178,9 @@ class Writing:
     def note_session(self, session: str, engine: str) -> None:
         """A session is there now."""
         self._sessions[session] = engine
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > SESSIONS_MAX:
+            self._sessions.popitem(last=False)
 
     def note_part(self, source: str, part: Event) -> None:
         """Blocks that were stored are in the index, and blocks that are removed are in it still: names that it does not
@@ -210,7 +215,7 @@ class Writing:
         """Write down what waits. Changes that cannot be written wait on."""
         async with self._flushing:
             changes, self._changes = self._changes, {}
-            sessions, self._sessions = self._sessions, {}
+            sessions, self._sessions = self._sessions, OrderedDict()
             if not changes and not sessions:
                 return
             failed = await self._in_thread(self._write, changes, sessions)
@@ -221,13 +226,21 @@ class Writing:
             names = ", ".join(sorted(failed))
             _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
             if SESSIONS in failed:
-                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
+                self._take_back(sessions)
+                if self.failure_count >= FAILURES_MAX:
+                    self._sessions.clear()
             for source in changes.keys() & failed.keys():
                 kept = changes[source]
                 if source in self._changes:
                     kept.go_on(self._changes[source])
                 self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
             self._give_up_beyond(HELD_ALL_MAX)
+
+    def _take_back(self, sessions: OrderedDict[str, str]) -> None:
+        """These sessions could not be written: they wait again, with those that have come since."""
+        later, self._sessions = self._sessions, sessions
+        for session, engine in later.items():
+            self.note_session(session, engine)
 
     def _give_up_beyond(self, held_max: int) -> None:
         """Where all sources have more changes, those with most are forgotten."""
@@ -241,7 +254,11 @@ class Writing:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            await self.flush()
+            flushing = asyncio.create_task(self.flush())
+            while not flushing.done():  # on a disk that hangs it may never be
+                await asyncio.wait((flushing,), timeout=FLUSH_S)
+                self._give_up_beyond(HELD_ALL_MAX)
+            flushing.result()
 
     def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
         """The changes that could not be written, with the reason. Bad changes of one engine keep nothing of others from
