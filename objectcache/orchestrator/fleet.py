@@ -247,10 +247,8 @@ class Fleet:
         await asyncio.gather(watch, return_exceptions=True)
 
     async def _leave(self, name: str) -> None:
-        watch = self._end(name)
-        if self._writing is not None:
-            await self._writing.flush()
-        await asyncio.gather(watch, return_exceptions=True)
+        """It waits for no disk: those of the registry come and go while that hangs."""
+        await asyncio.gather(self._end(name), return_exceptions=True)
 
     def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
         """Watch an engine. One that has left still has the requests that were sent to its address."""

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,9 @@ from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 FLUSH_S = 1.0
+WARM_S = 5.0
+"""An engine that joins waits so long for the disk: its blocks there save time, and its requests must not wait for them.
+"""
 RESTORED_AT_ONCE = 5000
 FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
@@ -85,6 +88,9 @@ class Writing:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """Those that wait to be written, at most SESSIONS_MAX: clients make their names up, and a disk may hang."""
         self._flushing = asyncio.Lock()
+        self._flush_began_s = 0.0
+        self._written = set(self.metadata.blocks.batches())
+        """The sources of which something may be in the file."""
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
         """Calls wait for each other anyway. On a disk that hangs they must not take the threads that probes need."""
@@ -125,10 +131,11 @@ class Writing:
     async def remove_engine(self, name: str) -> None:
         """Forget an engine, and what waits to be written of it."""
         async with self._flushing:
-            for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
+            for source in _of_engine(self._changes, name):
                 del self._changes[source]
             self._sessions = OrderedDict(each for each in self._sessions.items() if each[1] != name)
             await self._in_thread(self.metadata.remove_engine, name)
+            self._written.difference_update(_of_engine(self._written, name))
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Note that an engine is draining, or not any more."""
@@ -147,11 +154,16 @@ class Writing:
 
     async def warm(self, engine: str) -> dict[str, KnownBatch]:
         """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
-        that was written down.
+        that was written down. Where the disk hangs nothing is known, and the file forgets the engine's blocks.
         """
-        await self.flush()
-        known = await self._in_thread(self.metadata.blocks.batches)
-        found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
+        try:
+            known = await self._batches()
+        except TimeoutError:
+            _log.warning("the disk of the metadata does not answer: %.300r joins without its blocks", engine)
+            for source in _of_engine(self._written, engine):
+                self.cleared(source)
+            return {}
+        found = {name: known[name] for name in _of_engine(known, engine)}
         for at, name in enumerate(list(found)):
             try:
                 if at >= RANKS_MAX:
@@ -168,6 +180,18 @@ class Writing:
                 self._index.restore(name, ((each.block, each.prefix) for each in part))
                 await asyncio.sleep(0)
         return {name: KnownBatch(*each) for name, each in found.items()}
+
+    async def _batches(self) -> dict[str, tuple[int, float]]:
+        """For each source the last batch, when all that waits is written. Raises TimeoutError."""
+        hung_s = time.monotonic() - self._flush_began_s if self._flushing.locked() else 0.0
+        if hung_s >= WARM_S:
+            raise TimeoutError
+        flushing = asyncio.create_task(self.flush())  # to its end: what it has taken to write is nowhere else
+        if not (await asyncio.wait((flushing,), timeout=WARM_S - hung_s))[0]:
+            raise TimeoutError
+        flushing.result()
+        async with asyncio.timeout(WARM_S):
+            return await self._in_thread(self.metadata.blocks.batches)
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -214,11 +238,13 @@ class Writing:
     async def flush(self) -> None:
         """Write down what waits. Changes that cannot be written wait on."""
         async with self._flushing:
+            self._flush_began_s = time.monotonic()
             changes, self._changes = self._changes, {}
             sessions, self._sessions = self._sessions, OrderedDict()
             if not changes and not sessions:
                 return
             failed = await self._in_thread(self._write, changes, sessions)
+            self._written |= changes.keys()
             if not failed:
                 self.failure_count = 0
                 return
@@ -283,3 +309,8 @@ class Writing:
             except Exception as error:
                 failed[source] = error
         return failed
+
+
+def _of_engine(sources: Iterable[str], engine: str) -> list[str]:
+    """Those of these sources that are data-parallel ranks of an engine."""
+    return [each for each in sources if each == engine or each.startswith(f"{engine}#")]

@@ -186,6 +186,35 @@ async def test_what_waits_for_a_disk_that_hangs_is_bounded(made: Writing, monkey
         await made.stop()
 
 
+async def test_an_engine_joins_without_its_blocks_while_the_disk_hangs(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of etcd did not join for as long as the disk hung, so that nobody was served."""
+    for name in ("good", "good#1"):
+        made._index.add_engine(name)
+        note(made, name, 0, stored(0))
+    await made.flush()
+    monkeypatch.setattr(writing, "WARM_S", 0.01)
+    goes_on, note_source = threading.Event(), made.metadata.blocks.note_source
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        goes_on.wait(60)
+        note_source(*arguments, **options)
+
+    monkeypatch.setattr(made.metadata.blocks, "note_source", hang)
+    note(made, "bad", 0, stored(0))
+    try:
+        for _ in range(2):
+            assert await made.warm("good") == {}
+    finally:
+        goes_on.set()
+    note(made, "good", 7, stored(9))
+    await made.flush()
+    assert made.metadata.blocks.batches() == {"bad": (0, 1.0), "good": (7, 1.0)}
+    assert [each.block for each in made.metadata.blocks.all("good")] == [name_bytes(9)]
+    await made.stop()
+
+
 async def test_what_waits_of_all_engines_is_bounded(made: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "HELD_ALL_MAX", 5)
     monkeypatch.setattr(made.metadata.blocks, "note_source", lambda *_, **__: 1 / 0)
