@@ -9,6 +9,7 @@ is not read meanwhile. Bytes of a body whose length is known cost nothing to par
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -272,7 +273,8 @@ class Answers(InPieces, ResponseHandler):
             return
         wire = transport.get_extra_info("socket")
         if wire is not None:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS)
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS)
         self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 QUANTUM_TOKENS = 2048
@@ -175,6 +175,18 @@ class Admission:
         queue.add(waiting)
         self._waiting[request_id] = waiting
         return Verdict.WAITS
+
+    def reassign(self, request_id: str, engine: str) -> None:
+        """A request that waits can be answered by this engine alone now; empty where several can. `start` may have more
+        to start then.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.engine == engine:
+            return
+        queue = self._queues[waiting.tenant.name]
+        queue.remove(waiting)
+        self._waiting[request_id] = changed = replace(waiting, engine=engine)
+        queue.add(changed)
 
     def may_go_to(self, request_id: str, engine: str) -> bool:
         """Whether a running request may go to the only engine that can answer it now: it is there, or there is room."""

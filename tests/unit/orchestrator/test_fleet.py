@@ -42,7 +42,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     MadeEngine.made_count = 0
     monkeypatch.setattr(fleet_module, "Engine", MadeEngine)
     settings = OrchestratorSettings(admin_token="a-token-of-sixteen-letters")
-    return Fleet(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), LeastTtft(), None, None, {})
+    return Fleet(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), LeastTtft(), None, None, {}, lambda: None)
 
 
 async def followed(fleet: Fleet, count: int) -> None:
