@@ -174,7 +174,7 @@ class Writing:
                 self.cleared(name)
                 del found[name]
                 continue
-            entries = await self._in_thread(self._entries, name)
+            entries = await self._in_thread(_blocks_of, self.metadata, name)
             for start in range(0, len(entries), RESTORED_AT_ONCE):
                 part = entries[start : start + RESTORED_AT_ONCE]
                 self._index.restore(name, ((each.block, each.prefix) for each in part))
@@ -195,9 +195,6 @@ class Writing:
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-    def _entries(self, name: str) -> list[CacheEntry]:
-        return list(self.metadata.blocks.all(name))
 
     def note_session(self, session: str, engine: str) -> None:
         """A session is there now."""
@@ -252,7 +249,9 @@ class Writing:
             names = ", ".join(sorted(failed))
             _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
             if SESSIONS in failed:
-                self._take_back(sessions)
+                later, self._sessions = self._sessions, sessions
+                for session, engine in later.items():
+                    self.note_session(session, engine)
                 if self.failure_count >= FAILURES_MAX:
                     self._sessions.clear()
             for source in changes.keys() & failed.keys():
@@ -261,12 +260,6 @@ class Writing:
                     kept.go_on(self._changes[source])
                 self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
             self._give_up_beyond(HELD_ALL_MAX)
-
-    def _take_back(self, sessions: OrderedDict[str, str]) -> None:
-        """These sessions could not be written: they wait again, with those that have come since."""
-        later, self._sessions = self._sessions, sessions
-        for session, engine in later.items():
-            self.note_session(session, engine)
 
     def _give_up_beyond(self, held_max: int) -> None:
         """Where all sources have more changes, those with most are forgotten."""
@@ -314,3 +307,7 @@ class Writing:
 def _of_engine(sources: Iterable[str], engine: str) -> list[str]:
     """Those of these sources that are data-parallel ranks of an engine."""
     return [each for each in sources if each == engine or each.startswith(f"{engine}#")]
+
+
+def _blocks_of(metadata: Metadata, source: str) -> list[CacheEntry]:
+    return list(metadata.blocks.all(source))
