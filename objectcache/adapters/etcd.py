@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from objectcache.adapters.careful_session import careful_session
-from objectcache.adapters.whole_answers import UNENCODED, read_whole
+from objectcache.adapters.whole_answers import UNENCODED, LongAnswerError, read_whole
 
 CALL_S = 5.0
 CONNECT_S = 2.0
@@ -25,6 +25,12 @@ WATCH_S = 30.0
 """A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
 ENTRIES_MAX = 2_048
 """A page of a range has no more: a cluster has 1,024 members."""
+PAGE_ENTRIES, PAGE_LESS = 64, 8
+"""A range begins with so many entries in a page. The next page has twice as many, or an eighth where the answer was too
+long: anybody who may write to etcd chooses how long values are.
+"""
+VALUE_BYTES_MAX = 64 << 10
+"""A range leaves longer values out: nobody here has use for them."""
 ANSWER_BYTES_MAX = LINE_BYTES_MAX = 8 << 20
 VALUES_MAX = 8 * ENTRIES_MAX
 """So many values of JSON are parsed at once. Anybody who may write to etcd chooses how many there are, and the event
@@ -115,17 +121,26 @@ class Etcd:
             await self._session.close()
 
     async def range(self, prefix: str, entries_max: int = ENTRIES_MAX) -> EtcdRange:
-        """The entries under a prefix, as of now: a majority of etcd agrees. They come in pages of ENTRIES_MAX, all of
-        the first one's revision. Raises EtcdError, also where there are more than `entries_max`.
+        """The entries under a prefix, as of now: a majority of etcd agrees. They come in pages, all of the first one's
+        revision; a value of more than VALUE_BYTES_MAX comes empty. Raises EtcdError, also where there are more than
+        `entries_max`.
         """
-        bounds = {"key": _b64(prefix), "range_end": _b64(_after(prefix)), "limit": str(ENTRIES_MAX)}
+        bounds = {"key": _b64(prefix), "range_end": _b64(_after(prefix))}
         entries: list[EtcdEntry] = []
         cluster_id = revision = 0
+        limit = PAGE_ENTRIES
         while True:
-            answer = await self.call("kv/range", bounds)
+            try:
+                answer = await self.call("kv/range", {**bounds, "limit": str(limit)})
+            except EtcdError as error:
+                if limit == 1 or not isinstance(error.__cause__, LongAnswerError):
+                    raise
+                limit = max(1, limit // PAGE_LESS)
+                continue
+            limit = min(ENTRIES_MAX, 2 * limit)
             try:
                 found = answer.get("kvs", ())
-                entries += map(_entry, found)
+                entries += map(_short_entry, found)
                 if not revision:
                     cluster_id, revision = int(answer["header"]["cluster_id"]), int(answer["header"]["revision"])
                 if len(entries) > entries_max or (answer.get("more") and len(entries) == entries_max):
@@ -353,6 +368,12 @@ def _entry(fields: Mapping[str, Any]) -> EtcdEntry:
     key = base64.b64decode(fields["key"]).decode(errors="replace")
     value = base64.b64decode(fields.get("value", ""))
     return EtcdEntry(key, value, int(fields["mod_revision"]), int(fields.get("lease", 0)))
+
+
+def _short_entry(fields: Mapping[str, Any]) -> EtcdEntry:
+    """The entry, without a value that is too long."""
+    is_short = len(fields.get("value", "")) * 3 // 4 <= VALUE_BYTES_MAX
+    return _entry(fields if is_short else {**fields, "value": ""})
 
 
 def _change(fields: Mapping[str, Any]) -> EtcdChange:

@@ -30,10 +30,16 @@ class NameLookups:
     async def find(
         self, host: Any, port: Any, family: int = 0, kind: int = 0, protocol: int = 0, flags: int = 0
     ) -> Found:
-        """The addresses, as `socket.getaddrinfo` gives them; of a number at once. Raises OSError."""
+        """The addresses, as `socket.getaddrinfo` gives them; of a number at once. Raises OSError, also for a text that
+        no name can be: callers know no other error of a lookup, and others choose the names.
+        """
         look_up = partial(socket.getaddrinfo, host, port, family, kind, protocol)
-        with contextlib.suppress(socket.gaierror):
+        try:
             return list(look_up(flags | socket.AI_NUMERICHOST))
+        except UnicodeError as error:
+            raise socket.gaierror(socket.EAI_NONAME, f"{str(host)[:300]!r} is no name: {error}") from error
+        except socket.gaierror:  # it is no number
+            pass
         loop = asyncio.get_running_loop()
         await self._places.acquire()
         found: asyncio.Future[Found] = loop.create_future()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -159,8 +160,8 @@ class Answering:
             for _ in range(ATTEMPTS_MAX):
                 await self._engine_comes(model, tenant, until_s)
                 needed = _tokens_about(exchange) + exchange.asked.output_tokens
-                only = self._only_engine(exchange)
-                admitted = parts.gate.admitted(receipt.request_id, tenant, needed, until_s, only)
+                only_engine = partial(self._only_engine, exchange)
+                admitted = parts.gate.admitted(receipt.request_id, tenant, needed, until_s, only_engine)
                 async with admitted as exchange.place:
                     receipt.waited_s += exchange.place.waited_s
                     if not parts.tokens.are_made_here:

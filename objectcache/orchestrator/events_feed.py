@@ -87,6 +87,18 @@ class FeedTurns:
         self._next = asyncio.Lock()
         self.reading = asyncio.Lock()
         self._is_sweeping = False
+        self._making_room = asyncio.Lock()
+
+    async def make_room(self, holders: BlockHolders) -> None:
+        """Return when blocks may be stored. The one feed that has its turn sweeps: the tasks of engines sweep only as
+        often as they look after their engines, and an engine may make its own wait.
+        """
+        if holders.has_room:
+            return
+        async with self._making_room:
+            while not holders.has_room:
+                holders.sweep()
+                await asyncio.sleep(0)
 
     async def sweep(self, holders: BlockHolders) -> None:
         """Take some blocks of cleared engines away, unless another engine's task does. The engine of the task that
@@ -311,6 +323,7 @@ class EventsFeed:
         is_first = self._order.expected is None
         try:
             for part, cost in _parts_of(batch):
+                await self._turns.make_room(self._index.holders)
                 await self._turns.take(cost)
                 is_removed = isinstance(part, BlockRemoved)
                 if self._log is not None and is_removed:  # only what the index holds needs to be forgotten

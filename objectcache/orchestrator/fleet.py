@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,9 @@ class Fleet:
         writing: Writing | None,
         registry: EtcdRegistry | None,
         engine_headers: Mapping[str, str],
+        on_up: Callable[[], None],
     ) -> None:
-        """`engine_headers` go with every probe."""
+        """`engine_headers` go with every probe. `on_up` is called when an engine takes requests again."""
         self._settings = settings
         self._http = http
         self._index = index
@@ -53,6 +54,7 @@ class Fleet:
         self._writing = writing
         self._registry = registry
         self._engine_headers = engine_headers
+        self._on_up = on_up
         self.engines: dict[str, Engine] = {}
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
@@ -226,6 +228,7 @@ class Fleet:
         engine = self.engines.get(name)
         if engine is not None:
             self.waiting.wake(engine.serves)
+            self._on_up()
 
     async def _join(self, settings: EngineSettings) -> None:
         if settings.label in self.engines:
@@ -247,10 +250,8 @@ class Fleet:
         await asyncio.gather(watch, return_exceptions=True)
 
     async def _leave(self, name: str) -> None:
-        watch = self._end(name)
-        if self._writing is not None:
-            await self._writing.flush()
-        await asyncio.gather(watch, return_exceptions=True)
+        """It waits for no disk: those of the registry come and go while that hangs."""
+        await asyncio.gather(self._end(name), return_exceptions=True)
 
     def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
         """Watch an engine. One that has left still has the requests that were sent to its address."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from statistics import median
 
+from objectcache.adapters.portions import Portions
 from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict, retry_after_s
 
 SERVICES_MAX = 256
@@ -61,20 +63,25 @@ class Gate:
         self._without_engine: Counter[str] = Counter()
         """The requests of each tenant that wait until an engine takes requests."""
         self._turns: dict[str, asyncio.Future[bool]] = {}
+        self._only: dict[str, Callable[[], str]] = {}
+        """For each request that waits for the only engine that can answer it: which engine that is now."""
+        self._looked_at: set[str] = set()
+        """Those of them that are to be looked at again."""
+        self._portions = Portions()
         self._services_s: deque[float] = deque(maxlen=SERVICES_MAX)
         self.refused_count = 0
         self.expired_count = 0
 
     @asynccontextmanager
     async def admitted(
-        self, request_id: str, tenant: Tenant, tokens: int, until_s: float, engine: str = ""
+        self, request_id: str, tenant: Tenant, tokens: int, until_s: float, only_engine: Callable[[], str]
     ) -> AsyncIterator[Place]:
-        """Run the block when it is the request's turn, which it waits for until `until_s`. `engine` is the only one
-        that can answer it; empty where several can. Raises TooBusyError.
+        """Run the block when it is the request's turn, which it waits for until `until_s`. `only_engine` gives the only
+        engine that can answer it at the time; empty where several can. Raises TooBusyError.
         """
         began_s = time.monotonic()
         try:
-            await self._wait(request_id, tenant, tokens, engine, until_s - began_s)
+            await self._wait(request_id, tenant, tokens, only_engine, until_s - began_s)
         except BaseException:
             self.admission.end(request_id)
             self._start()
@@ -118,6 +125,20 @@ class Gate:
         if self.admission.sent(request_id, engine):
             self._start()
 
+    def engines_changed(self) -> None:
+        """An engine takes requests again: some that wait for another one may go there."""
+        for request_id in self._only:
+            if request_id not in self._looked_at:
+                self._looked_at.add(request_id)
+                self._portions.add(partial(self._look_again, request_id))
+
+    def _look_again(self, request_id: str) -> None:
+        self._looked_at.discard(request_id)
+        only_engine = self._only.get(request_id)
+        if only_engine is not None:
+            self.admission.reassign(request_id, only_engine())
+            self._start()
+
     def set_share(self, tenant: Tenant) -> None:
         """A tenant has another share from now on, for its waiting requests, too."""
         self.admission.set_share(tenant)
@@ -129,7 +150,10 @@ class Gate:
             if turn is not None and not turn.done():
                 turn.set_result(True)
 
-    async def _wait(self, request_id: str, tenant: Tenant, tokens: int, engine: str, within_s: float) -> None:
+    async def _wait(
+        self, request_id: str, tenant: Tenant, tokens: int, only_engine: Callable[[], str], within_s: float
+    ) -> None:
+        engine = only_engine()
         verdict = self.admission.offer(request_id, tenant, tokens, engine)
         while self.admission.displaced:
             turn = self._turns.get(self.admission.displaced.pop())
@@ -142,6 +166,8 @@ class Gate:
             waiting = self.admission.waiting_count
             raise TooBusyError(f"{waiting} requests wait already", 429, self._retry_after_s())
         turn = self._turns[request_id] = asyncio.get_running_loop().create_future()
+        if engine:
+            self._only[request_id] = only_engine
         try:
             async with asyncio.timeout(within_s):
                 is_admitted = await turn
@@ -151,6 +177,7 @@ class Gate:
             raise TooBusyError(f"the request was not admitted in {waited_s:g} s", 503, self._retry_after_s()) from None
         finally:
             del self._turns[request_id]
+            self._only.pop(request_id, None)
         if not is_admitted:
             self.refused_count += 1
             problem = "a request of a higher priority, or of a tenant with fewer, has taken the place in the queue"

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from descriptors.objects import TIME_S_MAX
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.gate import Gate
 from objectcache.orchestrator.registry import Document, EtcdRegistry
 from objectcache.orchestrator.router import Pin
@@ -45,6 +46,7 @@ class Orders:
         self._gate = gate
         self._writing = writing
         self._registry = registry
+        self._warnings = RareWarnings(_log)
         self.pins: dict[str, Pin] = {}
         self._quotas: dict[str, Tenant] = {}
         if writing is not None:
@@ -126,7 +128,7 @@ class Orders:
                 try:
                     share = self._quotas[name] = tenant_of(name, document)
                 except ValueError as error:
-                    _log.warning("the quota of %s in the registry does not count: %s", name, error)
+                    self._warnings.warn("a quota in the registry does not count, of %.300r: %.300r", name, str(error))
             self._gate.set_share(share)
 
     def _pin_of(self, document: Mapping[str, Any]) -> Pin:

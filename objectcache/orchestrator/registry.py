@@ -192,7 +192,7 @@ class _Table:
             except EtcdError as error:
                 failures += 1
                 if not isinstance(error, CompactedError):
-                    _log.warning("what is under %s stays as it was: %s", self._prefix, error)
+                    _log.warning("what is under %s stays as it was: %.300r", self._prefix, str(error))
                 await asyncio.sleep(back_off_s(failures, PAUSE_S_MIN, PAUSE_S_MAX))
                 try:
                     await self._read()  # etcd may have been rebuilt, or compacted

@@ -84,6 +84,7 @@ class Orchestrator:
             writing=self.writing,
             registry=registry,
             engine_headers={} if engine_key is None else {"Authorization": f"Bearer {engine_key}"},
+            on_up=self.gate.engines_changed,
         )
         self.engines = self.fleet.engines
         self.roster = Roster(self.engines)

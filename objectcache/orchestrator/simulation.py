@@ -21,7 +21,7 @@ import numpy as np
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from objectcache.orchestrator.rules.books import EngineBooks, SentRequest
-from objectcache.orchestrator.rules.kv_events import BlockRemoved
+from objectcache.orchestrator.rules.kv_events import BlockRemoved, name_bytes
 from objectcache.orchestrator.rules.policies import POLICIES, PolicyName, RouteRequest
 from objectcache.orchestrator.rules.prediction import EngineState, StoredPrefix, predict, recompute_s
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
@@ -413,7 +413,7 @@ class Simulation:
         for block in reversed(blocks):
             engine.held[block] = None
             engine.held.move_to_end(block)
-        self._index.restore(name, ((block, _name(block)) for block in new))
+        self._index.restore(name, ((name_bytes(block), _name(block)) for block in new))
         gone = []
         while len(engine.held) > engine.settings.blocks_max:
             gone.append(engine.held.popitem(last=False)[0])

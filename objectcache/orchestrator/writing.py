@@ -11,7 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,21 +27,23 @@ from objectcache.orchestrator.rules.kv_events import (
     BlockStored,
     Event,
     KnownBatch,
-    block_name,
     name_bytes,
 )
-from objectcache.orchestrator.rules.policies import Sessions
+from objectcache.orchestrator.rules.policies import SESSIONS_MAX, Sessions
 from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
 
 FLUSH_S = 1.0
+WARM_S = 5.0
+"""An engine that joins waits so long for the disk: its blocks there save time, and its requests must not wait for them.
+"""
 RESTORED_AT_ONCE = 5000
 FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
 HELD_MAX = 250_000
 """Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
 HELD_ALL_MAX = 1_000_000
-"""Blocks of all sources that wait because the disk is full, for example."""
+"""Blocks of all sources that wait because the disk is full, or hangs."""
 SESSIONS = "sessions"
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -82,8 +85,12 @@ class Writing:
         self.metadata = Metadata(folder)
         self._index = index
         self._changes: dict[str, _Changes] = {}
-        self._sessions: dict[str, str] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """Those that wait to be written, at most SESSIONS_MAX: clients make their names up, and a disk may hang."""
         self._flushing = asyncio.Lock()
+        self._flush_began_s = 0.0
+        self._written = set(self.metadata.blocks.batches())
+        """The sources of which something may be in the file."""
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
         """Calls wait for each other anyway. On a disk that hangs they must not take the threads that probes need."""
@@ -124,10 +131,11 @@ class Writing:
     async def remove_engine(self, name: str) -> None:
         """Forget an engine, and what waits to be written of it."""
         async with self._flushing:
-            for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
+            for source in _of_engine(self._changes, name):
                 del self._changes[source]
-            self._sessions = {session: engine for session, engine in self._sessions.items() if engine != name}
+            self._sessions = OrderedDict(each for each in self._sessions.items() if each[1] != name)
             await self._in_thread(self.metadata.remove_engine, name)
+            self._written.difference_update(_of_engine(self._written, name))
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Note that an engine is draining, or not any more."""
@@ -146,11 +154,16 @@ class Writing:
 
     async def warm(self, engine: str) -> dict[str, KnownBatch]:
         """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
-        that was written down.
+        that was written down. Where the disk hangs nothing is known, and the file forgets the engine's blocks.
         """
-        await self.flush()
-        known = await self._in_thread(self.metadata.blocks.batches)
-        found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
+        try:
+            known = await self._batches()
+        except TimeoutError:
+            _log.warning("the disk of the metadata does not answer: %.300r joins without its blocks", engine)
+            for source in _of_engine(self._written, engine):
+                self.cleared(source)
+            return {}
+        found = {name: known[name] for name in _of_engine(known, engine)}
         for at, name in enumerate(list(found)):
             try:
                 if at >= RANKS_MAX:
@@ -161,22 +174,34 @@ class Writing:
                 self.cleared(name)
                 del found[name]
                 continue
-            entries = await self._in_thread(self._entries, name)
+            entries = await self._in_thread(_blocks_of, self.metadata, name)
             for start in range(0, len(entries), RESTORED_AT_ONCE):
                 part = entries[start : start + RESTORED_AT_ONCE]
-                self._index.restore(name, ((block_name(each.block), each.prefix) for each in part))
+                self._index.restore(name, ((each.block, each.prefix) for each in part))
                 await asyncio.sleep(0)
         return {name: KnownBatch(*each) for name, each in found.items()}
+
+    async def _batches(self) -> dict[str, tuple[int, float]]:
+        """For each source the last batch, when all that waits is written. Raises TimeoutError."""
+        hung_s = time.monotonic() - self._flush_began_s if self._flushing.locked() else 0.0
+        if hung_s >= WARM_S:
+            raise TimeoutError
+        flushing = asyncio.create_task(self.flush())  # to its end: what it has taken to write is nowhere else
+        if not (await asyncio.wait((flushing,), timeout=WARM_S - hung_s))[0]:
+            raise TimeoutError
+        flushing.result()
+        async with asyncio.timeout(WARM_S):
+            return await self._in_thread(self.metadata.blocks.batches)
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    def _entries(self, name: str) -> list[CacheEntry]:
-        return list(self.metadata.blocks.all(name))
-
     def note_session(self, session: str, engine: str) -> None:
         """A session is there now."""
         self._sessions[session] = engine
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > SESSIONS_MAX:
+            self._sessions.popitem(last=False)
 
     def note_part(self, source: str, part: Event) -> None:
         """Blocks that were stored are in the index, and blocks that are removed are in it still: names that it does not
@@ -185,16 +210,15 @@ class Writing:
         changes = self._changes.setdefault(source, _Changes())
         match part:
             case BlockStored():
-                for name in part.names:
+                for name in map(name_bytes, part.names):
                     prefix = self._index.prefix_of(source, name)
                     if prefix is not None:
-                        changes.added[name_bytes(name)] = prefix
+                        changes.added[name] = prefix
             case BlockRemoved():
-                for name in part.names:
+                for name in map(name_bytes, part.names):
                     if self._index.prefix_of(source, name) is not None:
-                        packed = name_bytes(name)
-                        changes.added.pop(packed, None)
-                        changes.removed.add(packed)
+                        changes.added.pop(name, None)
+                        changes.removed.add(name)
             case AllBlocksCleared():
                 self._changes[source] = _Changes(changes.known, is_cleared=True)
         if changes.count > HELD_MAX:
@@ -211,11 +235,13 @@ class Writing:
     async def flush(self) -> None:
         """Write down what waits. Changes that cannot be written wait on."""
         async with self._flushing:
+            self._flush_began_s = time.monotonic()
             changes, self._changes = self._changes, {}
-            sessions, self._sessions = self._sessions, {}
+            sessions, self._sessions = self._sessions, OrderedDict()
             if not changes and not sessions:
                 return
             failed = await self._in_thread(self._write, changes, sessions)
+            self._written |= changes.keys()
             if not failed:
                 self.failure_count = 0
                 return
@@ -223,7 +249,11 @@ class Writing:
             names = ", ".join(sorted(failed))
             _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
             if SESSIONS in failed:
-                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
+                later, self._sessions = self._sessions, sessions
+                for session, engine in later.items():
+                    self.note_session(session, engine)
+                if self.failure_count >= FAILURES_MAX:
+                    self._sessions.clear()
             for source in changes.keys() & failed.keys():
                 kept = changes[source]
                 if source in self._changes:
@@ -243,7 +273,11 @@ class Writing:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            await self.flush()
+            flushing = asyncio.create_task(self.flush())
+            while not flushing.done():  # on a disk that hangs it may never be
+                await asyncio.wait((flushing,), timeout=FLUSH_S)
+                self._give_up_beyond(HELD_ALL_MAX)
+            flushing.result()
 
     def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
         """The changes that could not be written, with the reason. Bad changes of one engine keep nothing of others from
@@ -268,3 +302,12 @@ class Writing:
             except Exception as error:
                 failed[source] = error
         return failed
+
+
+def _of_engine(sources: Iterable[str], engine: str) -> list[str]:
+    """Those of these sources that are data-parallel ranks of an engine."""
+    return [each for each in sources if each == engine or each.startswith(f"{engine}#")]
+
+
+def _blocks_of(metadata: Metadata, source: str) -> list[CacheEntry]:
+    return list(metadata.blocks.all(source))

@@ -134,6 +134,37 @@ async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> No
             assert len(server.connections) == 1
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_an_exchange_that_is_broken_off_keeps_no_port_to_the_peer(is_begun: bool) -> None:
+    """The port of a connection that ends in order is taken for a minute: of 470 clients a second that leave, 28,232
+    ports would be taken, and nobody could reach the peer.
+    """
+    asked, ends = asyncio.Event(), asyncio.Queue[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if is_begun:
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        asked.set()
+        try:
+            ends.put_nowait("in order" if await reader.read(1) == b"" else "with more")
+        except ConnectionResetError:
+            ends.put_nowait("reset")
+
+    async with answering(serve) as (session, url):
+
+        async def ask() -> None:
+            async with session.get(url) as answer:
+                await answer.read()
+
+        asking = asyncio.create_task(ask())
+        await asked.wait()
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        assert await ends.get() == "reset"
+
+
 async def test_a_request_behind_another_may_have_a_body_of_any_size() -> None:
     """Its head comes while the request before is answered, and its body before its own handler has begun."""
     body = BODY[: 1 << 20]

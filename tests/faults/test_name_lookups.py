@@ -95,3 +95,14 @@ def test_so_many_names_are_looked_up_at_once_and_numbers_in_between(name_server:
         assert (await second)[0][4] == ("127.0.0.1", 80)
 
     run(story())
+
+
+@pytest.mark.parametrize("name", ["a..example", "a" * 64 + ".example", "\ud800"])
+def test_a_text_that_no_name_can_be_is_not_found(name: str) -> None:
+    """Callers know errors of the operating system. An address in etcd may be any text."""
+
+    async def story() -> None:
+        with pytest.raises(socket.gaierror, match="is no name"):
+            await asyncio.get_running_loop().getaddrinfo(name, 80)
+
+    run(story())

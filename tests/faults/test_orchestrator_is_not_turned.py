@@ -31,7 +31,7 @@ from objectcache.orchestrator.rules.openai_requests import RequestKind
 from objectcache.orchestrator.rules.reading import Order, ReadBody
 from objectcache.orchestrator.settings import EngineSettings
 from tests.support.orchestrators import QUICK, Bed, canned, orchestrated
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
@@ -440,6 +440,30 @@ async def test_small_bodies_are_read_in_turns() -> None:
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
     assert await readers.fields("", "multipart/form-data; boundary=b", form) == [("model", b"m")]
     assert share.count > 4
+
+
+async def test_requests_that_wait_for_the_only_engine_go_to_one_that_comes() -> None:
+    """They waited for the one that answers nothing until they were refused, while the other one was idle."""
+    places = AdmissionSettings(active_max=4, queue_max=16, deadline_s=LIMIT_S)
+    silent = replace(FAST, model="x", token_us=1e9)
+    async with (
+        canned(1, silent) as first,
+        canned(1, FAST) as others,
+        canned(1, replace(FAST, model="x")) as later,
+        orchestrated([*first, *others], replace(QUICK, admission=places)) as bed,
+    ):
+        admission = bed.orchestrator.gate.admission
+        await until(lambda: all(engine.models for engine in bed.orchestrator.engines.values()))
+        crowd = [
+            asyncio.create_task(bed.ask("POST", "/v1/completions", {"model": "x", "prompt": PROMPT})) for _ in range(5)
+        ]
+        await until(lambda: (admission.active_count, admission.waiting_count) == (2, 3))
+        await bed.ask("POST", "/_orchestrator/engines", {"url": later[0].url})
+        await until(lambda: sum(task.done() for task in crowd) == 3)
+        assert {task.result().engine for task in crowd if task.done()} == {later[0].url}
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
 
 
 @pytest.mark.parametrize("reason", ["model", "response"])

@@ -209,6 +209,21 @@ async def test_a_reading_costs_no_entries_while_nothing_has_changed(shared: Etcd
     await etcd.close()
 
 
+async def test_entries_that_are_too_long_keep_no_other_from_being_read(shared: EtcdServer, prefix: str) -> None:
+    """Entries of 8 MB made a page too long, so that no server could start, or read anything anew."""
+    etcd = Etcd([shared.url], call_s=CALL_S)
+    await etcd.start()
+    names = [f"{prefix}/{number:03d}" for number in range(20)]
+    for at, name in enumerate(names):
+        await etcd.put(name, b"x" * (1 << 19) if at < 14 else b"short")
+    found = await etcd.range(f"{prefix}/")
+    assert [entry.key for entry in found.entries] == names
+    assert [entry.value for entry in found.entries] == [b"" if at < 14 else b"short" for at in range(20)]
+    with pytest.raises(EtcdError, match="more than 19 entries"):
+        await etcd.range(f"{prefix}/", 19)
+    await etcd.close()
+
+
 async def test_an_entry_that_somebody_deletes_comes_back(
     shared: EtcdServer, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

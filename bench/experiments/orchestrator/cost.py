@@ -33,6 +33,7 @@ from objectcache.orchestrator.metadata_blocks import CacheEntry
 from objectcache.orchestrator.router import Prompt, Router
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
 from objectcache.orchestrator.rules.engine_metrics import EngineReport
+from objectcache.orchestrator.rules.kv_events import name_bytes
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, token_ids
 from objectcache.orchestrator.rules.policies import LeastTtft
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
@@ -63,7 +64,7 @@ def decisions(engine_count: int, block_count: int, prompt_tokens: int, samples: 
         part = chains[at % len(chains)][: numbers.randrange(len(chains[0]))]
         filler = block_count // engine_count - len(part)
         blocks = [*part, *(numbers.randbytes(16) for _ in range(max(0, filler)))]
-        index.restore(engine.name, enumerate(blocks))
+        index.restore(engine.name, ((name_bytes(number), block) for number, block in enumerate(blocks)))
     router = Router(engines, index, LeastTtft(), None, {}, 1024)
     took_us: list[float] = []
     named_us: list[float] = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 QUANTUM_TOKENS = 2048
@@ -160,8 +160,9 @@ class Admission:
             self._begin(request_id, tenant, engine)
             return Verdict.RUNS
         is_full = len(self._waiting) >= self.settings.queue_max
-        if is_full or self._is_crowding(queue):
-            last = self._victim(tenant, queue) if is_full and not self._is_crowding(queue) else None
+        is_crowding = _is_crowding(queue, len(self._waiting), self.settings.queue_max)
+        if is_full or is_crowding:
+            last = self._victim(tenant, queue) if is_full and not is_crowding else None
             last = self._own_victim(queue, engine) if last is None else last
             if last is None:
                 return Verdict.REFUSED
@@ -175,6 +176,18 @@ class Admission:
         queue.add(waiting)
         self._waiting[request_id] = waiting
         return Verdict.WAITS
+
+    def reassign(self, request_id: str, engine: str) -> None:
+        """A request that waits can be answered by this engine alone now; empty where several can. `start` may have more
+        to start then.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.engine == engine:
+            return
+        queue = self._queues[waiting.tenant.name]
+        queue.remove(waiting)
+        self._waiting[request_id] = changed = replace(waiting, engine=engine)
+        queue.add(changed)
 
     def may_go_to(self, request_id: str, engine: str) -> bool:
         """Whether a running request may go to the only engine that can answer it now: it is there, or there is room."""
@@ -305,10 +318,6 @@ class Admission:
             for queue in self._queues.values()
         )
 
-    def _is_crowding(self, queue: _Queue | None) -> bool:
-        own = 0 if queue is None else queue.count
-        return own < len(self._waiting) and own >= TENANT_QUEUE_FRACTION * self.settings.queue_max
-
     def _victim(self, tenant: Tenant, queue: _Queue | None) -> Waiting | None:
         """The request that gives its place up: the last one of the lowest priority below the tenant's own; or else of
         the tenant of the same priority that has most for its weight, and more than the tenant would have then.
@@ -343,3 +352,9 @@ class Admission:
 
 def _quantum(tenant: Tenant) -> float:
     return QUANTUM_TOKENS * tenant.weight
+
+
+def _is_crowding(queue: _Queue | None, waiting_count: int, queue_max: int) -> bool:
+    """Whether a tenant has its part of the queue, where others have requests in it."""
+    own = 0 if queue is None else queue.count
+    return own < waiting_count and own >= TENANT_QUEUE_FRACTION * queue_max

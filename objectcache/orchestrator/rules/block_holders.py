@@ -6,16 +6,19 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from objectcache.orchestrator.rules.kv_events import BlockName
 from objectcache.orchestrator.rules.sliced_dict import SlicedDict
 
 CLEARED_MAX = 1024
 """So many clearings may wait to be swept: as many as there are engines, which may all end at once."""
+CLEARED_ENTRIES_MAX = 8_000_000
+"""So many entries of what was cleared may wait to be swept: those of one engine with all the blocks that it may have.
+Where there are more, no blocks are stored until some are swept.
+"""
 SWEEP_BLOCKS = 5_000
 """Some milliseconds."""
 SWEPT_WITH_EACH = SWEEP_BLOCKS // 16
 """So many blocks are taken away when an engine's rank is cleared: an engine may clear 64 ranks at once."""
-Rest = dict[BlockName, bytes] | OrderedDict[bytes, float]
+Rest = dict[bytes, bytes] | OrderedDict[bytes, float]
 
 
 @dataclass(slots=True)
@@ -35,6 +38,14 @@ class BlockHolders:
         self._free_bits: list[int] = []
         self._bit_count = 0
         self._cleared: deque[_Cleared] = deque()
+        self._cleared_count = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether blocks may be stored now: an engine that stores and clears them must not do so faster than they are
+        taken away.
+        """
+        return self._cleared_count <= CLEARED_ENTRIES_MAX
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -69,6 +80,7 @@ class BlockHolders:
         if len(self._cleared) >= CLEARED_MAX:
             self.sweep()
         self._cleared.append(_Cleared(bit, counts, rest))
+        self._cleared_count += sum(map(len, counts)) + sum(map(len, rest))
         after = self.new_bit()
         self.sweep(SWEPT_WITH_EACH)
         return after
@@ -80,12 +92,14 @@ class BlockHolders:
             while old.counts and blocks_max > 0:
                 blocks_max -= 1
                 if old.counts[-1]:
+                    self._cleared_count -= 1
                     self.drop(old.counts[-1].popitem()[0], old.bit)
                 else:
                     old.counts.pop()
             while old.rest and not old.counts and blocks_max > 0:
                 blocks_max -= 1
                 if old.rest[-1]:
+                    self._cleared_count -= 1
                     old.rest[-1].popitem()
                 else:
                     old.rest.pop()

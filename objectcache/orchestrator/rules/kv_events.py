@@ -326,17 +326,10 @@ def _number(fields: dict[str, Any], name: str) -> int:
 
 
 def name_bytes(name: BlockName) -> bytes:
-    """The engine's name of a block as bytes, to be written down; `block_name` gives it back."""
+    """The engine's name of a block as bytes, which differ where names do."""
     if isinstance(name, bytes):
         return b"b" + name
     return b"i" + name.to_bytes(max(8, name.bit_length() // 8 + 1), "little", signed=True)
-
-
-def block_name(packed: bytes) -> BlockName:
-    """The name that `name_bytes` made bytes of."""
-    if packed[:1] == b"b":
-        return packed[1:]
-    return int.from_bytes(packed[1:], "little", signed=True)
 
 
 class BatchTurn(Enum):

@@ -17,10 +17,10 @@ from objectcache.orchestrator.rules.chains import next_hash, root_hash
 from objectcache.orchestrator.rules.kv_events import (
     GPU,
     AllBlocksCleared,
-    BlockName,
     BlockRemoved,
     BlockStored,
     Event,
+    name_bytes,
     token_root,
 )
 from objectcache.orchestrator.rules.sliced_dict import SlicedDict
@@ -53,8 +53,10 @@ class _Engine:
     blocks_max: int
     expected_max: int
     block_tokens: int | None = None
-    names: SlicedDict[BlockName, bytes] = field(default_factory=SlicedDict)
-    """Our names of its blocks, by its own."""
+    names: SlicedDict[bytes, bytes] = field(default_factory=SlicedDict)
+    """Our names of its blocks, by its own as bytes, which Python hashes with a key: an engine could choose numbers so
+    that each search goes through all of them.
+    """
     name_count: int = 0
     counts: SlicedDict[bytes, int] = field(default_factory=SlicedDict)
     """How many of its own names stand for a block of ours."""
@@ -121,19 +123,21 @@ class PrefixIndex:
             case BlockRemoved():
                 if event.medium.upper() == GPU and event.group == 0:
                     for block in event.names:
-                        self._remove(engine, block)
+                        self._remove(engine, name_bytes(block))
             case AllBlocksCleared():
                 self.clear(name)
 
-    def restore(self, name: str, blocks: Iterable[tuple[BlockName, bytes]]) -> None:
-        """Take over what was written down of an engine's blocks: its own names, and ours."""
+    def restore(self, name: str, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take over what was written down of an engine's blocks: its own names, as `name_bytes` has them, and ours."""
         engine = self._engines[name]
         for block, prefix in blocks:
             if block not in engine.names and engine.name_count < engine.blocks_max:
                 self._add(engine, block, prefix)
 
-    def prefix_of(self, name: str, block: BlockName) -> bytes | None:
-        """Our name of an engine's block; None where the engine does not hold it."""
+    def prefix_of(self, name: str, block: bytes) -> bytes | None:
+        """Our name of an engine's block, of which `block` is the engine's own as `name_bytes` has it; None where the
+        engine does not hold it.
+        """
         return self._engines[name].names.of(block).get(block)
 
     def holds(self, name: str, block: bytes) -> bool:
@@ -203,7 +207,8 @@ class PrefixIndex:
             salt, _ = token_root(event, 0)
             parent: bytes | None = root_hash(event.adapter, salt)
         else:
-            parent = engine.names.of(event.parent).get(event.parent)
+            before = name_bytes(event.parent)
+            parent = engine.names.of(before).get(before)
         if parent is None:
             engine.orphan_count += len(event.names)
             return
@@ -211,14 +216,15 @@ class PrefixIndex:
         for index, name in enumerate(event.names):
             _, extra = token_root(event, index)
             parent = next_hash(parent, event.tokens[index * step : (index + 1) * step], extra)
-            if name in engine.names:
+            block = name_bytes(name)
+            if block in engine.names:
                 continue
             if engine.name_count >= engine.blocks_max:
                 engine.dropped_count += 1
                 continue
-            self._add(engine, name, parent)
+            self._add(engine, block, parent)
 
-    def _add(self, engine: _Engine, name: BlockName, prefix: bytes) -> None:
+    def _add(self, engine: _Engine, name: bytes, prefix: bytes) -> None:
         engine.names.of(name)[name] = prefix
         engine.name_count += 1
         counts = engine.counts.of(prefix)
@@ -227,7 +233,7 @@ class PrefixIndex:
         if not count:
             self.holders.hold(prefix, engine.bit)
 
-    def _remove(self, engine: _Engine, name: BlockName) -> None:
+    def _remove(self, engine: _Engine, name: bytes) -> None:
         block = engine.names.of(name).pop(name, None)
         if block is None:
             return

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, SWEEPS_MAX, EventsFeed, FeedTurns
+from objectcache.orchestrator.rules import block_holders
 from objectcache.orchestrator.rules.block_holders import BlockHolders
-from objectcache.orchestrator.rules.kv_events import Batch, BlockStored, Event, block_count_of
+from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, Batch, BlockStored, Event, block_count_of
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, engine_settings
 
@@ -47,6 +48,25 @@ async def test_many_feeds_stop_the_loop_no_longer_at_once_than_one(monkeypatch: 
         most = max(most, taken)
     assert [index.held_count(name) for name in names] == [3000] * 8
     assert 0 < most <= 2 * BLOCKS_AT_ONCE
+
+
+async def test_an_engine_clears_blocks_no_faster_than_they_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were taken away as often as engines were probed, and the only engine made its probes take 20 s: what waited
+    grew by 10 MB/s.
+    """
+    index, count, most = PrefixIndex(), 600, 2000
+    monkeypatch.setattr(block_holders, "CLEARED_ENTRIES_MAX", most)
+    index.add_engine("a")
+    feed = EventsFeed("a", index, "tcp://127.0.0.1:9", None)
+    stored = BlockStored(tuple(range(count)), None, tuple(range(count)), 1)
+    for number in range(20):
+        await feed._take(number, Batch(1.0, (stored, AllBlocksCleared()), 0))
+        waiting = [each for old in index.holders._cleared for each in (*old.counts, *old.rest)]
+        assert sum(map(len, waiting)) <= most + 2 * count
+    assert len(index.holders) <= most + count
+    while index.holders.sweep():
+        assert index.holders.has_room
+    assert index.holders._cleared_count == len(index.holders) == 0
 
 
 async def test_one_engine_at_a_time_sweeps_what_others_have_cleared() -> None:

@@ -11,10 +11,12 @@ import pytest
 from objectcache.orchestrator import fleet as fleet_module
 from objectcache.orchestrator.fleet import Fleet
 from objectcache.orchestrator.registry import Engines
+from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.policies import LeastTtft
 from objectcache.orchestrator.rules.prefix_index import ENGINES_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings
-from tests.support.waiting import settled
+from objectcache.orchestrator.writing import Writing
+from tests.support.waiting import LIMIT_S, settled
 
 
 class MadeEngine(fleet_module.Engine):
@@ -40,7 +42,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     MadeEngine.made_count = 0
     monkeypatch.setattr(fleet_module, "Engine", MadeEngine)
     settings = OrchestratorSettings(admin_token="a-token-of-sixteen-letters")
-    return Fleet(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), LeastTtft(), None, None, {})
+    return Fleet(settings, cast(aiohttp.ClientSession, None), PrefixIndex(), LeastTtft(), None, None, {}, lambda: None)
 
 
 async def followed(fleet: Fleet, count: int) -> None:
@@ -61,6 +63,27 @@ async def test_engines_for_which_there_is_no_room_are_not_tried_one_by_one(fleet
     fleet.follow({name: each for name, each in engines(3 * ENGINES_MAX).items() if name != "e0"})
     await followed(fleet, ENGINES_MAX)
     assert f"e{ENGINES_MAX}" in fleet.engines, "one that has left makes room"
+    await fleet.stop()
+
+
+class HungWriting:
+    """The metadata on a disk that hangs."""
+
+    async def warm(self, _: str) -> dict[str, KnownBatch]:
+        return {}
+
+    async def flush(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_engines_of_the_registry_come_and_go_while_the_disk_hangs(fleet: Fleet) -> None:
+    fleet._writing = cast(Writing, HungWriting())
+    fleet.follow(engines(2))
+    await followed(fleet, 2)
+    fleet.follow({"new": (EngineSettings("http://h:9", "new"), False)})
+    async with asyncio.timeout(LIMIT_S):
+        await followed(fleet, 1)
+    assert set(fleet.engines) == {"new"}
     await fleet.stop()
 
 

@@ -21,12 +21,13 @@ from objectcache.orchestrator.rules.kv_events import (
     KnownBatch,
     WrongEventError,
     batch_of,
-    block_name,
+    name_bytes,
 )
 from objectcache.orchestrator.rules.policies import Sessions
 from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings
 from objectcache.orchestrator.writing import Writing
+from tests.support.waiting import until
 
 
 def stored(name: int) -> Batch:
@@ -115,7 +116,7 @@ async def test_changes_that_wait_for_a_full_disk_are_taken_up_without_a_look_at_
     assert tried == ["good"] * 2, "a larger change is not tried where the file refuses a smaller one"
     monkeypatch.undo()
     await made.flush()
-    assert sorted(block_name(each.block) for each in made.metadata.blocks.all("bad")) == [1, 2]
+    assert sorted(each.block for each in made.metadata.blocks.all("bad")) == [name_bytes(1), name_bytes(2)]
     assert made.metadata.blocks.batches() == {"bad": (4, 1.0), "good": (0, 1.0)}
     await made.stop()
 
@@ -133,6 +134,84 @@ async def test_a_disk_that_hangs_takes_no_thread_of_others(made: Writing, monkey
     goes_on.set()
     await asyncio.gather(*pins)
     assert done == {reading}
+    await made.stop()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_sessions_that_wait_for_the_disk_are_bounded(
+    made: Writing, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """A client names a session of its own with each request. On a disk that hung they took 300 bytes each, for ever."""
+    monkeypatch.setattr(writing, "SESSIONS_MAX", 3)
+    with monkeypatch.context() as refusing:
+        if is_refused:
+            refusing.setattr(made.metadata, "note_sessions", lambda *_: 1 / 0)
+        for number in range(4):
+            made.note_session(f"session {number}", "bad")
+        await made.flush()
+        for number in (2, 4):
+            made.note_session(f"session {number}", "good")
+        assert len(made._sessions) <= 3
+        if is_refused:
+            await made.flush()
+            assert dict(made._sessions) == {"session 3": "bad", "session 2": "good", "session 4": "good"}
+    await made.flush()
+    assert {"session 2": "good", "session 3": "bad", "session 4": "good"}.items() <= dict(
+        made.metadata.sessions()
+    ).items()
+    await made.stop()
+
+
+async def test_what_waits_for_a_disk_that_hangs_is_bounded(made: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "HELD_ALL_MAX", 5)
+    monkeypatch.setattr(writing, "FLUSH_S", 0.001)
+    goes_on, hangs = threading.Event(), asyncio.Event()
+    loop, note_source = asyncio.get_running_loop(), made.metadata.blocks.note_source
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        loop.call_soon_threadsafe(hangs.set)
+        goes_on.wait(60)
+        note_source(*arguments, **options)
+
+    monkeypatch.setattr(made.metadata.blocks, "note_source", hang)
+    note(made, "good", 0, stored(0))
+    made.start()
+    await hangs.wait()
+    for number in range(9):
+        note(made, "bad", number, stored(number))
+    try:
+        await until(lambda: made._changes["bad"].is_cleared)
+    finally:
+        goes_on.set()
+        await made.stop()
+
+
+async def test_an_engine_joins_without_its_blocks_while_the_disk_hangs(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of etcd did not join for as long as the disk hung, so that nobody was served."""
+    for name in ("good", "good#1"):
+        made._index.add_engine(name)
+        note(made, name, 0, stored(0))
+    await made.flush()
+    monkeypatch.setattr(writing, "WARM_S", 0.01)
+    goes_on, note_source = threading.Event(), made.metadata.blocks.note_source
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        goes_on.wait(60)
+        note_source(*arguments, **options)
+
+    monkeypatch.setattr(made.metadata.blocks, "note_source", hang)
+    note(made, "bad", 0, stored(0))
+    try:
+        for _ in range(2):
+            assert await made.warm("good") == {}
+    finally:
+        goes_on.set()
+    note(made, "good", 7, stored(9))
+    await made.flush()
+    assert made.metadata.blocks.batches() == {"bad": (0, 1.0), "good": (7, 1.0)}
+    assert [each.block for each in made.metadata.blocks.all("good")] == [name_bytes(9)]
     await made.stop()
 
 

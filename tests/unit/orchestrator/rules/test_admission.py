@@ -276,3 +276,20 @@ def test_without_tenants_everybody_has_all_places() -> None:
     assert Counter(admission.offer(str(at), Tenant(""), 1) for at in range(1025)) == {
         Verdict.RUNS: 1024, Verdict.WAITS: 1,
     }  # fmt: skip
+
+
+def test_a_request_that_waits_may_have_other_engines_later() -> None:
+    admission = Admission(AdmissionSettings(active_max=4, queue_max=9))
+    for at in range(4):
+        admission.offer(f"busy {at}", A, 100, "a")
+    assert (admission.active_count, admission.waiting_count) == (2, 2)
+    admission.reassign("busy 2", "a")
+    admission.reassign("nobody", "")
+    assert started(admission) == []
+    admission.reassign("busy 3", "")
+    assert started(admission) == ["busy 3"]
+    admission.reassign("busy 2", "b")
+    assert started(admission) == ["busy 2"]
+    for at in range(4):
+        admission.end(f"busy {at}")
+    assert (admission.active_count, admission.waiting_count) == (0, 0)

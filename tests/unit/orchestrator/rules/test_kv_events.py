@@ -22,7 +22,6 @@ from objectcache.orchestrator.rules.kv_events import (
     WrongEventError,
     batch_of,
     block_count_of,
-    block_name,
     name_bytes,
     read_batch,
     sliced,
@@ -120,7 +119,8 @@ def test_an_event_in_slices_says_the_same(count: int, blocks_max: int, has_extra
     for part in sliced(event, blocks_max):
         assert block_count_of(part) <= blocks_max
         parts.apply("a", part)
-    assert [parts.prefix_of("a", at) for at in range(count)] == [whole.prefix_of("a", at) for at in range(count)]
+    names = [name_bytes(at) for at in range(count)]
+    assert [parts.prefix_of("a", name) for name in names] == [whole.prefix_of("a", name) for name in names]
     assert parts.orphan_count("a") == whole.orphan_count("a")
     for part in sliced(BlockRemoved(event.names), blocks_max):
         parts.apply("a", part)
@@ -187,9 +187,11 @@ def test_the_salt_stands_behind_the_adapter_in_the_first_block_only() -> None:
     assert token_root(later, 0) == ("", repr(("a text",)).encode())
 
 
-@pytest.mark.parametrize("name", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -5, b"", b"b", b"\x00" * 32])
-def test_names_of_blocks_come_back(name: int | bytes) -> None:
-    assert block_name(name_bytes(name)) == name
+def test_names_of_blocks_are_told_apart_as_bytes() -> None:
+    names = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -5, b"", b"b", b"\x00" * 8, b"\x00" * 32]
+    assert len(set(map(name_bytes, names))) == len(names)
+    assert name_bytes(1) == b"i\x01" + bytes(7)
+    assert name_bytes(b"a") == b"ba"
 
 
 def test_batches_come_in_order_and_gaps_repetitions_and_new_starts_are_told_apart() -> None:
