@@ -198,6 +198,21 @@ def test_a_store_that_is_not_there_costs_no_answer(models: Models, slots: Path, 
     assert list(slots.iterdir()) == []
 
 
+def test_a_store_that_hangs_is_asked_no_more_for_a_while(models: Models, slots: Path, tmp_path: Path) -> None:
+    prompts = [text_of(f"hangs {index}", 3 * RUN_TOKENS) for index in range(3)]
+    with (
+        running_store(tmp_path / "store") as store,
+        llama_server(models.llama, slots) as engine,
+        sidecar(engine, slots, store.endpoint) as (url, log),
+    ):
+        store.stop()
+        texts = [ask(url, prompt).text for prompt in prompts]
+        store.go_on()
+        assert texts == [ask(engine, prompt, cache_prompt=False).text for prompt in prompts]
+        assert log.read_text().count("WARNING nixl_client.connectors.llama_cpp.slot_cache: load:") == 1
+    assert list(slots.iterdir()) == []
+
+
 def test_more_requests_than_slots_wait_and_one_that_leaves_frees_its_slot(
     shared: Store, models: Models, slots: Path
 ) -> None:

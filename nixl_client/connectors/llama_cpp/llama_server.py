@@ -14,7 +14,8 @@ from nixl_client.connectors.llama_cpp.rules.slot_file import Tokens
 from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
-ANSWER_BYTES_MAX = 8 << 20
+ANSWER_BYTES_MAX = 3 << 20
+"""The tokens of a longer prompt would hold the event loop while they are read: it goes on without a cache."""
 ADAPTERS_MAX = 64
 CALL_S = 30.0
 SLOT_S = 120.0

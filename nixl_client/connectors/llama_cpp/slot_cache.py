@@ -24,12 +24,13 @@ from nixl_client.connectors.llama_cpp.llama_server import LlamaFacts, LlamaServe
 from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt
 from nixl_client.connectors.llama_cpp.rules.slot_file import ParsedSlot, SlotFileError, SlotForm, Tokens, parse
 from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
-from nixl_client.connectors.llama_cpp.slot_store import RUN_TOKENS, SlotStore
+from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
 from nixl_client.connectors.vllm.weights import fingerprint
 from nixl_client.transports.http import UnansweredError
 from objectcache.adapters.breaker import Breaker
 
-STAGING_BYTES = 128 << 20
+STAGING_BYTES = 64 << 20
+LOOKUPS_MAX = 4
 SAVES_MAX = 4
 """So many files of slots wait to be stored, at most; further ones are not written."""
 FILE = "objectcache-{}.slot"
@@ -82,7 +83,8 @@ class SlotCache:
         self._server = server
         self._store = SlotStore(client, STAGING_BYTES)
         self._folder = folder
-        self._threads = ThreadPoolExecutor(2, "objectcache-slots")
+        self._lookers = ThreadPoolExecutor(LOOKUPS_MAX, "objectcache-slot-lookup")
+        self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
         self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
         self._known: KnownServer | None = None
         self._uncached: LlamaFacts | None = None
@@ -101,7 +103,7 @@ class SlotCache:
     async def close(self) -> None:
         """Return when what waits to be stored is."""
         await asyncio.gather(*self._saves, return_exceptions=True)
-        for pool in (self._threads, self._saving):
+        for pool in (self._lookers, self._loaders, self._saving):
             pool.shutdown()
         await asyncio.to_thread(self._store.close)
 
@@ -153,11 +155,17 @@ class SlotCache:
             if self._is_resting():
                 return
             turn.stored = await self._in_thread(lambda: self._store.matched(turn.keys))
+            self._breaker.succeeded()
             if turn.stored * RUN_TOKENS <= turn.slot.held_tokens:
                 return
             keys, tokens = turn.keys[: turn.stored], turn.tokens[: turn.stored * RUN_TOKENS]
-            came = await self._in_thread(lambda: self._store.load(keys, turn.server.form, tokens, path))
-            turn.stored = came
+
+            def load() -> int:
+                if self._is_resting():  # the loads ahead of this one have failed
+                    return 0
+                return self._store.load(keys, turn.server.form, tokens, path)
+
+            turn.stored = came = await asyncio.get_running_loop().run_in_executor(self._loaders, load)
             if came * RUN_TOKENS > turn.slot.held_tokens:
                 await self._restore(turn, path.name, headers)
                 turn.loaded_tokens = came * RUN_TOKENS
@@ -265,7 +273,7 @@ class SlotCache:
         return known[1]
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._lookers, work)
 
     def _is_resting(self) -> bool:
         return self._breaker.is_open(time.monotonic())

@@ -19,18 +19,19 @@ RUN_TOKENS = 128
 """An object holds the KV of so many tokens."""
 LEASE_S = 60.0
 LOOKUP_S = 2.0
-LOAD_S = 30.0
+LOAD_S = 15.0
+LOADS_MAX = 2
 STORE_S = 60.0
 _T = TypeVar("_T")
 
 
 class SlotStore:
-    """At most `staging_bytes` are in memory for a load, and as many for a save; one run where that is larger."""
+    """Each of LOADS_MAX loads, and a save, has at most `staging_bytes` in memory, or one run where that is larger."""
 
     def __init__(self, client: Client, staging_bytes: int) -> None:
         self._client = client
         self._staging_bytes = staging_bytes
-        self._staging = LoadStaging(client, staging_bytes, 1)
+        self._staging = LoadStaging(client, staging_bytes, LOADS_MAX)
 
     def close(self) -> None:
         """Return when nothing is under way."""

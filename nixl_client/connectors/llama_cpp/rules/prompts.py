@@ -14,7 +14,7 @@ from nixl_client.connectors.llama_cpp.rules.slot_file import TOKENS_MAX, Tokens
 CHATS = frozenset({"/v1/chat/completions", "/chat/completions"})
 COMPLETIONS = frozenset({"/v1/completions", "/completions", "/completion"})
 PATHS = CHATS | COMPLETIONS
-PARSED_BYTES_MAX = 4 << 20
+PARSED_BYTES_MAX = 1 << 20
 """A longer body goes on unread: it would hold the event loop."""
 
 
@@ -56,9 +56,9 @@ def prompt_of(path: str, body: bytes) -> AskedPrompt | None:
 
 def tokens_in(value: Any) -> Tokens | None:
     """The tokens of a JSON array; None where it is not all tokens."""
-    if not isinstance(value, list) or len(value) > TOKENS_MAX:
+    if not isinstance(value, list) or len(value) > TOKENS_MAX or set(map(type, value)) - {int}:
         return None
-    if not all(type(token) is int and 0 <= token < 1 << 31 for token in value):
+    if value and not 0 <= min(value) <= max(value) < 1 << 31:
         return None
     return np.array(value, np.uint32)
 
