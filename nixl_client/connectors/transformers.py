@@ -105,7 +105,15 @@ class KvShape:
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise ValueError("keys and values of different heads or dtypes are not cached")
         value_dim = None if values.shape[3] == keys.shape[3] else values.shape[3]
-        return cls(len(pairs), keys.shape[1], keys.shape[3], keys.dtype, chunk_tokens, value_dim, windows)
+        return cls(
+            num_layers=len(pairs),
+            kv_heads=keys.shape[1],
+            head_dim=keys.shape[3],
+            dtype=keys.dtype,
+            chunk_tokens=chunk_tokens,
+            value_dim=value_dim,
+            windows=windows,
+        )
 
     @property
     def layout(self) -> ChunkLayout:
@@ -312,7 +320,7 @@ class WaitingCache(Cache):
             if window is None:
                 layers.append(WaitingLayer(fetch, index, chunk_count, shape, timeout_s))
             else:
-                layers.append(WaitingWindowLayer(fetch, index, chunk_count, shape, timeout_s, window))
+                layers.append(WaitingWindowLayer(fetch, index, chunk_count, shape, timeout_s, window=window))
         super().__init__(layers=layers)
 
     @property
