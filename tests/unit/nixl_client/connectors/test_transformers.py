@@ -291,6 +291,7 @@ class TestWindowsAndLatents:
     def other(self, request):
         return request.param()
 
+    @pytest.mark.slow
     def test_tokens_are_those_of_the_model_without_a_cache(self, other):
         """Well past the window, and past the chunks: what a prefix gives, decoding goes on from."""
         shape = KvShape.of_model(other, CHUNK_TOKENS)
