@@ -117,9 +117,9 @@ bench-smoke: $(STAMP) engines
 clients: $(STAMP)
 	$(BIN)/python -m tests.clients.install
 
-# vLLM and LMCache in an environment of their own, and SGLang in one beside it
+# vLLM and LMCache in an environment of their own, what SGLang and LMCache's files need beside it, and llama.cpp
 engines: $(STAMP)
-	$(BIN)/python -m bench.beds.kv_peers.install engines sglang
+	$(BIN)/python -m bench.beds.kv_peers.install engines sglang lmcache_l2 llama_cpp
 
 # measure every result again, in two hours on a machine that does nothing else; NAMES: some of them
 results: $(STAMP) clients engines peers

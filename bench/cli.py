@@ -12,6 +12,7 @@ from bench.experiments.cluster import CLUSTER
 from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
+from bench.experiments.lmcache import LMCACHE_CHUNKS
 from bench.experiments.orchestrator.run import ORCHESTRATOR
 from bench.experiments.replacing import REPLACING
 from bench.experiments.s3.run import S3
@@ -28,7 +29,7 @@ from bench.paper.ttft.run import TTFT
 
 EXPERIMENTS = (
     AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,
-    RECOMPUTE, COPIES, ENGINE, SGLANG_PAGES, GROWTH, REPLACING,
+    RECOMPUTE, COPIES, ENGINE, SGLANG_PAGES, LMCACHE_CHUNKS, GROWTH, REPLACING,
 )  # fmt: skip
 
 

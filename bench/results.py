@@ -62,6 +62,7 @@ RUNS = {
     "engine-advised": Run("-m objectcache bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
     "engine-tier": Run("-m objectcache bench engine --tier --contexts 2K,4K,8K,16K --hits 98.4375 --runs 7"),
     "engine-beside": Run("-m objectcache bench engine --beside --contexts 8K --hits 96.875 --runs 5"),
+    "lmcache": Run("-m objectcache bench lmcache", "lmcache.png"),
     "engine-stated": Run("-m objectcache bench engine --stated --contexts 4K --runs 7"),
     "s3": Run("-m objectcache bench s3 --seconds 0.5"),
     "tiers": Run("-m objectcache bench tiers", "."),

@@ -9,9 +9,15 @@ l+1 travels while layer l computes.
         fetch.wait()
 
 One layer in a cache is keys and values of shape (1, kv_heads, tokens, head_dim) each. One layer in a chunk object is S
-bytes: K, then V, each (chunk_tokens, kv_heads, head_dim) (KV_L2TD, see descriptors.layout). Keys are kept as the model
+bytes: K, then V, each (chunk_tokens, kv_heads, head_dim) (KV_L2TD, see descriptors.layout). With latent attention (MLA)
+transformers keeps latents as the keys of one head, and the part that carries positions as its values, which are
+narrower. Keys are kept as the model
 caches them. In models with rotary embeddings each key thus carries its position, a prefix is good only from position 0
 on, and full attention cannot tell the order of whole chunks: it gives the same sum, but for rounding.
+
+Layers with windows are stored and loaded whole, like the others: a later prompt may go on from any chunk. Their
+attention sees its window alone. A model's first pass needs `keeping_cache`, since an ordinary cache drops what a window
+has passed.
 
 Batch size 1. Needs torch and transformers.
 """
@@ -25,12 +31,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from descriptors.descriptor import Accept
 from descriptors.kv_forms import KvLayout
-from descriptors.layout import ChunkLayout, slice_bytes
+from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import MAX_ERROR, Lossy, accept_of
@@ -55,31 +61,81 @@ class RunningFetch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The shape of one model's KV, cut into chunks of `chunk_tokens` tokens."""
+    """The shape of one model's KV, cut into chunks of `chunk_tokens` tokens. `value_dim` is the head dimension of
+    values, None where it is that of keys; `windows` has each layer's window in tokens, None for layers without one, and
+    is empty where none has one.
+    """
 
     num_layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     chunk_tokens: int
+    value_dim: int | None = None
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, config: PreTrainedConfig, dtype: torch.dtype, chunk_tokens: int) -> KvShape:
-        """The shape of a Llama-like model: every layer caches keys and values of the same heads."""
-        heads: int = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(config.num_hidden_layers, kv_heads, head_dim, dtype, chunk_tokens)
+        """The shape of a model whose layers cache keys and values of the same heads, windows included. Raises
+        ValueError, with the reason, for other models: `of_model` knows more of them.
+        """
+        text: PreTrainedConfig = config.get_text_config(decoder=True)
+        if getattr(text, "kv_lora_rank", None) is not None:
+            raise ValueError("what latent attention caches is seen in the model only: take KvShape.of_model")
+        windows = _windows(DynamicCache(config=config))
+        heads: int = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return cls(text.num_hidden_layers, kv_heads, head_dim, dtype, chunk_tokens, windows=windows)
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, chunk_tokens: int) -> KvShape:
+        """The shape that a model's cache has after one token, which this computes. Raises ValueError, with the reason,
+        where layers cache something else than keys and values (states), or not all of them the same.
+        """
+        cache = DynamicCache(config=model.config)
+        windows = _windows(cache)
+        with torch.inference_mode():
+            model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+        pairs = [_keys_and_values(layer) for layer in cache.layers]
+        shapes = {(keys.shape, values.shape, keys.dtype, values.dtype) for keys, values in pairs}
+        if len(shapes) > 1:
+            raise ValueError("layers whose keys or values differ in heads, dimension or dtype are not cached")
+        keys, values = pairs[0]
+        if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise ValueError("keys and values of different heads or dtypes are not cached")
+        value_dim = None if values.shape[3] == keys.shape[3] else values.shape[3]
+        return cls(
+            num_layers=len(pairs),
+            kv_heads=keys.shape[1],
+            head_dim=keys.shape[3],
+            dtype=keys.dtype,
+            chunk_tokens=chunk_tokens,
+            value_dim=value_dim,
+            windows=windows,
+        )
 
     @property
     def layout(self) -> ChunkLayout:
         """The layout of its chunk objects."""
-        per_layer = slice_bytes(self.chunk_tokens, self.kv_heads, self.head_dim, self.dtype.itemsize)
+        per_layer = (self.key_elements + self.value_elements) * self.dtype.itemsize
         return ChunkLayout(self.num_layers, self.chunk_tokens, per_layer)
 
     @property
+    def key_elements(self) -> int:
+        """Elements of a chunk's keys in one layer."""
+        return self.chunk_tokens * self.kv_heads * self.head_dim
+
+    @property
+    def value_elements(self) -> int:
+        """Elements of a chunk's values in one layer."""
+        return self.chunk_tokens * self.kv_heads * (self.value_dim or self.head_dim)
+
+    @property
     def kv_layout(self) -> KvLayout:
-        """The layout that `put_chunks` may declare. Raises ValueError for elements that no codec takes."""
+        """The layout that `put_chunks` may declare. Raises ValueError for what no codec takes."""
+        if self.value_dim is not None:
+            raise ValueError("codecs take keys and values of the same dimension: latents come exactly")
         element = str(self.dtype).removeprefix("torch.")
         return KvLayout(self.num_layers, self.chunk_tokens, self.kv_heads * self.head_dim, element)
 
@@ -96,6 +152,10 @@ class KvShape:
         are large and their losses not calibrated, so no bound counts for them but that of the server. Raises
         ValueError.
         """
+        if self.value_dim is not None and (dropping or lossy is not Lossy.OFF):
+            raise ValueError("lossy: codecs take keys and values of the same dimension: latents come exactly")
+        if self.windows and dropping:
+            raise ValueError("dropping: a window counts tokens, so none may be missing")
         accept = accept_of(lossy, self.dtype, max_error, max_loss)
         if not dropping:
             return accept
@@ -159,18 +219,18 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
 
         Raises TimeoutError past the deadline, and whatever ended the fetch.
         """
-        self._check(key_states)
+        self._check(key_states, value_states)
         if self._fetch is None:
             keys, values = super().update(key_states, value_states, *args, **kwargs)
             return keys, values
-        prefix = self._take(self._fetch)
+        first_keys, first_values = self._take(self._fetch)
         self.lazy_initialization(key_states, value_states)
         if self._kept is None:
-            self.keys = _joined(prefix[:, 0], key_states)
-            self.values = _joined(prefix[:, 1], value_states)
+            self.keys = _joined(first_keys, key_states)
+            self.values = _joined(first_values, value_states)
         else:
-            self.keys = _joined_kept(prefix[:, 0], self._kept, key_states)
-            self.values = _joined_kept(prefix[:, 1], self._kept, value_states)
+            self.keys = _joined_kept(first_keys, self._kept, key_states)
+            self.values = _joined_kept(first_values, self._kept, value_states)
         self._fetch = self._kept = None
         return self.keys, self.values
 
@@ -186,8 +246,10 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         self._dropped_tokens = 0
         super().reset()
 
-    def _take(self, fetch: RunningFetch) -> torch.Tensor:
-        """Wait for the layer; a view of the buffer, (chunk_count, 2, chunk_tokens, kv_heads, head_dim)."""
+    def _take(self, fetch: RunningFetch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the layer; keys and values as views of the buffer, (chunk_count, chunk_tokens, kv_heads, head_dim)
+        each.
+        """
         shape = self._shape
         started_s = time.monotonic()
         layer = fetch.wait_layer(self._layer_index, self._timeout_s)
@@ -200,15 +262,47 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
                 raise ValueError(f"layer {self._layer_index} has other tokens than were announced")
             self._kept = torch.from_numpy(layer.kept)
         data: torch.Tensor = layer.data if isinstance(layer.data, torch.Tensor) else torch.from_numpy(layer.data)
-        return data.view(shape.dtype).view(-1, 2, shape.chunk_tokens, shape.kv_heads, shape.head_dim)
+        elements = data.view(shape.dtype)
+        cut = (self._chunk_count, shape.chunk_tokens, shape.kv_heads, -1)
+        return elements[:, : shape.key_elements].view(cut), elements[:, shape.key_elements :].view(cut)
 
-    def _check(self, states: torch.Tensor) -> None:
-        if states.shape[0] != 1:
-            raise ValueError(f"batch size {states.shape[0]}: only 1 is supported")
-        found = (states.shape[1], states.shape[3], states.dtype)
-        wanted = (self._shape.kv_heads, self._shape.head_dim, self._shape.dtype)
-        if found != wanted:
-            raise ValueError(f"the model's kv_heads, head_dim, dtype are {found}, the prefix has {wanted}")
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[0] != 1:
+            raise ValueError(f"batch size {keys.shape[0]}: only 1 is supported")
+        shape = self._shape
+        value_dim = shape.value_dim or shape.head_dim
+        for states, head_dim in ((keys, shape.head_dim), (values, value_dim)):
+            found, wanted = (states.shape[1], states.shape[3], states.dtype), (shape.kv_heads, head_dim, shape.dtype)
+            if found != wanted:
+                raise ValueError(f"the model's kv_heads, head_dim, dtype are {found}, the prefix has {wanted}")
+
+
+class WaitingWindowLayer(WaitingLayer):  # type: ignore[no-untyped-call]
+    """A WaitingLayer whose attention sees the last `sliding_window` tokens. It keeps the others, so that chunks can be
+    made of them.
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self, fetch: RunningFetch, layer_index: int, chunk_count: int, shape: KvShape, timeout_s: float, window: int
+    ) -> None:
+        super().__init__(fetch, layer_index, chunk_count, shape, timeout_s)
+        self.sliding_window = window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The tokens that attention is given, and the place of the first one."""
+        tokens = self.get_seq_length()
+        first = max(0, tokens - self.sliding_window + 1)
+        return tokens - first + query_length, first
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As WaitingLayer; returns those keys and values that a window of the new tokens reaches."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        seen = self.sliding_window - 1 + key_states.shape[2]
+        return keys[:, :, -seen:], values[:, :, -seen:]
 
 
 class WaitingCache(Cache):
@@ -221,8 +315,13 @@ class WaitingCache(Cache):
 
     def __init__(self, fetch: RunningFetch, shape: KvShape, *, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         _, chunk_count = fetch.wait_admitted(timeout_s)
-        indexes = range(shape.num_layers)
-        super().__init__(layers=[WaitingLayer(fetch, index, chunk_count, shape, timeout_s) for index in indexes])
+        layers: list[Any] = []
+        for index, window in enumerate(shape.windows or [None] * shape.num_layers):
+            if window is None:
+                layers.append(WaitingLayer(fetch, index, chunk_count, shape, timeout_s))
+            else:
+                layers.append(WaitingWindowLayer(fetch, index, chunk_count, shape, timeout_s, window=window))
+        super().__init__(layers=layers)
 
     @property
     def waits(self) -> tuple[LayerWait | None, ...]:
@@ -239,29 +338,51 @@ def chunks_from_cache(cache: Cache, chunk_tokens: int) -> np.ndarray:
     """The whole chunks of a filled cache as objects to put: uint8 of shape (chunk_count, L*S), in prefix order.
 
     Tokens past the last whole chunk are left out. Raises ValueError for a batch, and for caches whose layers do not
-    all hold every token (sliding windows, layers never run).
+    all hold every token (windows that have passed some, layers never run).
     """
     layers = [_keys_and_values(layer) for layer in cache.layers]
-    keys = layers[0][0]
-    batch, kv_heads, tokens, head_dim = keys.shape
+    first = layers[0]
+    batch, kv_heads, tokens, _ = first[0].shape
     if batch != 1:
         raise ValueError(f"batch size {batch}: only 1 is supported")
     chunk_count = tokens // chunk_tokens
-    chunks = torch.empty((chunk_count, len(layers), 2, chunk_tokens, kv_heads, head_dim), dtype=keys.dtype)
+    elements = [kv_heads * chunk_tokens * states.shape[3] for states in first]
+    chunks = torch.empty((chunk_count, len(layers), sum(elements)), dtype=first[0].dtype)
+    parts = (chunks[:, :, : elements[0]], chunks[:, :, elements[0] :])
     for layer_index, layer in enumerate(layers):
-        for part, states in enumerate(layer):
-            if states.shape != keys.shape or states.dtype != keys.dtype:
+        for states, of_first, part in zip(layer, first, parts, strict=True):
+            if states.shape != of_first.shape or states.dtype != of_first.dtype:
                 raise ValueError(f"layer {layer_index} differs from layer 0 in shape or dtype")
             whole = states[0, :, : chunk_count * chunk_tokens]
-            cut = whole.reshape(kv_heads, chunk_count, chunk_tokens, head_dim)
-            chunks[:, layer_index, part] = cut.permute(1, 2, 0, 3)
+            cut = whole.reshape(kv_heads, chunk_count, chunk_tokens, states.shape[3])
+            part[:, layer_index].view(chunk_count, chunk_tokens, kv_heads, -1).copy_(cut.permute(1, 2, 0, 3))
     array: np.ndarray = chunks.flatten(1).view(torch.uint8).numpy()
     return array
 
 
+def keeping_cache(config: PreTrainedConfig) -> DynamicCache:
+    """An empty cache for a model's first pass, whose layers keep every token, so that chunks can be made of it. Windows
+    are as narrow for attention as ever.
+    """
+    cache = DynamicCache(config=config)
+    cache.activate_past_recording()  # type: ignore[no-untyped-call]
+    return cache
+
+
+def _windows(cache: DynamicCache) -> tuple[int | None, ...]:
+    """Each layer's window; empty where no layer has one. Raises ValueError, with the reason."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(f"layer {index} caches no keys and values of its own, but has a {type(layer).__name__}")
+    windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
+    return windows if any(window is not None for window in windows) else ()
+
+
 def _keys_and_values(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(layer, DynamicLayer) or layer.is_sliding or layer.keys is None or layer.values is None:
+    if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
         raise ValueError("every layer must hold every token")
+    if layer.keys.shape[-2] != layer.get_seq_length():
+        raise ValueError("every layer must hold every token: run the model with keeping_cache, which drops none")
     return layer.keys, layer.values
 
 

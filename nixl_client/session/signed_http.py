@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from urllib.parse import quote, urlencode
 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
+from botocore.config import Config
 from botocore.credentials import Credentials
 
 from descriptors.errors import ObjectCacheError, error_from_fields
@@ -25,11 +27,15 @@ from nixl_client.session import retries
 from nixl_client.session.retries import Retries
 from nixl_client.session.shared import Shared
 from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError, bounded, reason_of
+from objectcache.adapters.native import crc32c
 
 ANSWER_BYTES_MAX = 16 * MIB
 """An answer that is read as a whole has no more bytes: the documents of the protocol have no more."""
 ERROR_BODY_BYTES_MAX = 65_536
 ERROR_ELEMENTS_MAX = 256
+SUMMED_BYTES_MIN = 64 << 10
+CHECKSUM_HEADER = "x-amz-checksum-crc32c"
+_SUMMED = Config(s3={"payload_signing_enabled": False})
 RETRY_AFTER_DIGITS = 6
 NUMBER_DIGITS = 12
 RETRYABLE_STATUSES = frozenset({500, 502, 503, 504})
@@ -219,11 +225,20 @@ class SignedHttp:
             self._pool.close()
 
     def _sign(self, method: str, target: str, body: bytes | memoryview, extra: Mapping[str, str]) -> dict[str, str]:
-        data = bytes(body) if isinstance(body, memoryview) else body
-        request = AWSRequest(method=method, url=self.account.address.url + target, data=data, headers=dict(extra))
+        """The headers of a signed request. The signature is over the SHA-256 of the body. Where nobody can change the
+        body on its way, a large one has a CRC-32C instead: hashing took half of the time of a put.
+        """
+        signed = dict(extra)
+        is_summed = method == "PUT" and len(body) >= SUMMED_BYTES_MIN and self.account.address.is_unseen
+        if is_summed:
+            signed[CHECKSUM_HEADER] = b64encode(crc32c(body).to_bytes(4, "big")).decode()
+        data = b"" if is_summed else bytes(body)
+        request = AWSRequest(method=method, url=self.account.address.url + target, data=data, headers=signed)
+        if is_summed:
+            request.context["client_config"] = _SUMMED
         S3SigV4Auth(self._credentials, "s3", self.account.region).add_auth(request)
         headers = dict(request.headers.items())
-        headers.setdefault("Content-Length", str(len(data)))
+        headers["Content-Length"] = str(len(body))
         return headers
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import ipaddress
 import os
 import select
 import socket
@@ -71,6 +72,16 @@ class ServerAddress:
     def url(self) -> str:
         """The scheme, the host and the port, without a path."""
         return f"{'https' if self.is_tls else 'http'}://{self.netloc}"
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether nobody between here and the server can see or change bytes: over TLS, and within this host."""
+        if self.is_tls or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
 
 def reason_of(error: Exception, address: ServerAddress) -> str:

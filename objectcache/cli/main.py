@@ -51,6 +51,7 @@ from objectcache.cli.config_reference import reference
 from objectcache.cli.config_tables import BucketConfig
 from objectcache.cli.config_values import NoServerError
 from objectcache.cli.demo import add_demo
+from objectcache.cli.llama_cpp import add_llama_cpp
 from objectcache.cli.log_format import FORMATS, configure_log
 from objectcache.cli.lookup import add_lookup
 from objectcache.cli.orchestrate import add_orchestrator
@@ -140,6 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serving(commands, logs)
     add_demo(commands, [logs])
     add_orchestrator(commands, [logs])
+    add_llama_cpp(commands, [logs])
     add_status(commands, [logs])
     add_lookup(commands, [logs])
     add_stored(commands, [logs])

@@ -27,6 +27,12 @@ ANSWER_S = 30.0
 
 def remote_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all these commands have."""
+    server_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the answer here; - is standard output")
+
+
+def server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which server is asked, and as whom."""
     parser.add_argument(
         "--endpoint",
         metavar="URL",
@@ -39,7 +45,6 @@ def remote_options(parser: argparse.ArgumentParser) -> None:
         help="the access key, as `serve` keeps it in DIR/credentials.json; default: $AWS_ACCESS_KEY_ID and"
         " $AWS_SECRET_ACCESS_KEY",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the answer here; - is standard output")
 
 
 def endpoint_of(given: str | None) -> str:

@@ -22,6 +22,7 @@ NOT_RUN = {
     "objectcache calibrate": "minutes: tests/bench/test_calibrate*.py run them at small sizes",
     "docker compose": "no Docker engine: tests/integration/test_compose.py takes the file's steps",
     "mpiexec": "tests/integration/test_cluster_mpi.py starts members so",
+    "objectcache llama-cpp": "tests/engines/test_llama_cpp.py starts it so",
     "pip install '.[ucx]'": "tests/integration/test_wheel.py installs the extras",
     "vllm serve": "tests/engines start vLLM with these options",
 }

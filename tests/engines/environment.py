@@ -1,5 +1,5 @@
-"""Finds the interpreters that have vLLM, LMCache and SGLang. This project is not installed there: it is found by
-PYTHONPATH.
+"""Finds the interpreters that have vLLM, LMCache, SGLang and llama.cpp. This project is not installed there: it is
+found by PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bench.beds.kv_peers.install import ENGINES, SGLANG
+from bench.beds.kv_peers.install import ENGINES, LLAMA_CPP, SGLANG
 from tests.support.requests import OWNER
 from tests.support.tree import repository
 
@@ -34,6 +34,13 @@ def sglang_python() -> Path:
     if not SGLANG.is_installed:
         raise EnvironmentMissingError("SGLang's environment is missing or out of date: run `make engines`")
     return SGLANG.python
+
+
+def llama_cpp_python() -> Path:
+    """The interpreter that has llama.cpp. Raises EnvironmentMissingError."""
+    if not LLAMA_CPP.is_installed:
+        raise EnvironmentMissingError("llama.cpp's environment is missing or out of date: run `make engines`")
+    return LLAMA_CPP.python
 
 
 def engine_variables() -> dict[str, str]:

@@ -21,6 +21,8 @@ from tests.support.small_llama import (
     TIMEOUT_S,
     filled_cache,
     largest_difference,
+    small_deepseek,
+    small_gemma,
     small_llama,
     tokens,
 )
@@ -86,21 +88,29 @@ def test_with_a_layer_held_back_at_the_server_the_model_stops_before_it(local, m
     assert torch.equal(logits[0], model(QUESTION, past_key_values=cache).logits)
 
 
-def test_the_documented_prefill_loads_what_it_stored(local, model):
-    """docs/guides/client.md, as it is printed."""
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "make", [small_llama, *(pytest.param(each, marks=SLOW) for each in (small_gemma, small_deepseek))]
+)
+def test_the_documented_prefill_loads_what_it_stored(local, make):
+    """docs/guides/client.md, as it is printed, with full attention, windows and latents."""
+    model = make()
     text = (repository() / "docs" / "guides" / "client.md").read_text()
     names: dict[str, Any] = {}
     exec(text.split("## transformers")[1].split("```python\n")[1].split("```")[0], names)
     model.config.name_or_path = "tiny"
     prompt = tokens(41).flatten().tolist()
     wanted = model(torch.tensor([prompt])).logits[0, -1]
-    prefills = Prefills(KvShape.of(model.config, torch.float32, 4).layout, torch.device("cpu"))
+    shape = KvShape.of_model(model, 4)
+    prefills = Prefills(shape.layout, torch.device("cpu"))
     local.call(local.storage.objects.create_bucket("OWNERKEY", "documented"))
     with local.client("documented", "shm") as client:
         for stored_before, stored_after in ((0, 10), (10, 10)):
             keys = chunk_keys(Namespace("tiny", "torch.float32", 4), prompt, 4)
             assert client.lookup(keys) == stored_before
-            logits, cache = names["prefill"](model, client, prompt, prefills, chunk_tokens=4)
+            logits, cache = names["prefill"](model, shape, client, prompt, prefills)
             assert client.lookup(keys) == stored_after
             assert isinstance(cache, WaitingCache) is (stored_before > 0)
             assert largest_difference(logits, wanted) < 1e-4

@@ -124,7 +124,10 @@ LMCACHE = Environment("lmcache", borrows=True)
 ENGINES = Environment("engines")
 SGLANG = Environment("sglang", lender=ENGINES)
 VLLM_NEXT = Environment("vllm-next", lender=ENGINES, is_laid_over=True)
-ENVIRONMENTS = {each.name: each for each in (MOONCAKE, LMCACHE, ENGINES, SGLANG, VLLM_NEXT)}
+LMCACHE_L2 = Environment("lmcache_l2", lender=ENGINES)
+LLAMA_CPP = Environment("llama_cpp")
+ALL_ENVIRONMENTS = (MOONCAKE, LMCACHE, ENGINES, SGLANG, VLLM_NEXT, LMCACHE_L2, LLAMA_CPP)
+ENVIRONMENTS = {each.name: each for each in ALL_ENVIRONMENTS}
 
 
 def _python(*arguments: str) -> None:

@@ -32,9 +32,13 @@ from tests.support.small_llama import (
     PREFIX_TOKENS,
     QUESTION,
     TIMEOUT_S,
+    WINDOW,
     filled_cache,
     largest_difference,
+    small_deepseek,
+    small_gemma,
     small_llama,
+    small_mistral,
     tokens,
 )
 
@@ -271,11 +275,90 @@ def test_a_prefix_on_its_way_is_not_cropped_but_may_be_dropped(model, shape):
 
 def test_caches_that_do_not_hold_every_token_are_refused(model):
     """A sliding window has dropped what a chunk would need; a layer never run has nothing."""
-    config = transformers.MistralConfig(num_hidden_layers=1, sliding_window=8)
-    with pytest.raises(ValueError, match="every token"):
-        chunks_from_cache(transformers.DynamicCache(config=config), CHUNK_TOKENS)
+    windowed = small_mistral()
+    cache = transformers.DynamicCache(config=windowed.config)
+    windowed(PREFIX, past_key_values=cache)
+    with pytest.raises(ValueError, match="keeping_cache"):
+        chunks_from_cache(cache, CHUNK_TOKENS)
     with pytest.raises(ValueError, match="every token"):
         chunks_from_cache(transformers.DynamicCache(config=model.config), CHUNK_TOKENS)
+
+
+class TestWindowsAndLatents:
+    """Models whose layers keep other things than all keys and values."""
+
+    @pytest.fixture(params=[small_mistral, small_gemma, small_deepseek], ids=lambda make: make.__name__)
+    def other(self, request):
+        return request.param()
+
+    @pytest.mark.slow
+    def test_tokens_are_those_of_the_model_without_a_cache(self, other):
+        """Well past the window, and past the chunks: what a prefix gives, decoding goes on from."""
+        shape = KvShape.of_model(other, CHUNK_TOKENS)
+        kept = chunks_from_cache(filled_cache(other), CHUNK_TOKENS)
+        waiting = WaitingCache(FakeFetch(kept, shape.layout).arrive(), shape)
+        plain = transformers.DynamicCache(config=other.config)
+        right = other(torch.cat([PREFIX, QUESTION], dim=1), past_key_values=plain).logits[:, -QUESTION.shape[1] :]
+        found = answer(other, waiting)
+        assert largest_difference(found, right) < 1e-4
+        for _ in range(WINDOW):
+            token = right[:, -1:].argmax(dim=-1)
+            assert torch.equal(found[:, -1:].argmax(dim=-1), token)
+            right = other(token, past_key_values=plain).logits
+            found = other(token, past_key_values=waiting).logits
+            assert largest_difference(found, right) < 1e-4
+
+    def test_a_loaded_prefix_gives_the_chunks_that_it_was_made_of(self, other):
+        """And those of the tokens behind it, so that each turn of a conversation is stored."""
+        shape = KvShape.of_model(other, CHUNK_TOKENS)
+        kept = chunks_from_cache(filled_cache(other), CHUNK_TOKENS)
+        waiting = WaitingCache(FakeFetch(kept, shape.layout).arrive(), shape)
+        answer(other, waiting)
+        again = chunks_from_cache(waiting, CHUNK_TOKENS)
+        assert again.shape == (CHUNKS + QUESTION.shape[1] // CHUNK_TOKENS, shape.layout.chunk_bytes)
+        assert np.array_equal(again[:CHUNKS], kept)
+
+    def test_a_window_is_all_that_its_layer_hands_to_attention(self):
+        gemma = small_gemma()
+        shape = KvShape.of_model(gemma, CHUNK_TOKENS)
+        assert shape.windows == (WINDOW, None, WINDOW, None)
+        assert KvShape.of(gemma.config, torch.float32, CHUNK_TOKENS) == shape
+        waiting = waiting_cache(gemma, shape)
+        assert waiting.get_mask_sizes(5, 0) == (WINDOW - 1 + 5, PREFIX_TOKENS - WINDOW + 1)
+        assert waiting.get_mask_sizes(5, 1) == (PREFIX_TOKENS + 5, 0)
+        assert waiting.is_sliding == [True, False, True, False]
+        answer(gemma, waiting)
+        waiting.crop(-2)
+        assert waiting.get_seq_length() == PREFIX_TOKENS + QUESTION.shape[1] - 2
+
+    def test_latents_are_one_head_and_their_values_are_the_part_with_positions(self):
+        deepseek = small_deepseek()
+        shape = KvShape.of_model(deepseek, CHUNK_TOKENS)
+        assert (shape.kv_heads, shape.head_dim, shape.value_dim) == (1, 32, 8)
+        assert shape.layout.per_layer_chunk_bytes == CHUNK_TOKENS * (32 + 8) * 4
+        with pytest.raises(ValueError, match="of_model"):
+            KvShape.of(deepseek.config, torch.float32, CHUNK_TOKENS)
+        for wanted in (lambda: shape.kv_layout, lambda: shape.accept(Lossy.ADAPTIVE)):
+            with pytest.raises(ValueError, match="latents come exactly"):
+                wanted()
+        assert shape.accept(Lossy.OFF) is None
+
+    def test_a_window_takes_no_codec_that_drops_tokens(self):
+        shape = KvShape.of_model(small_gemma(), CHUNK_TOKENS)
+        with pytest.raises(ValueError, match="a window counts tokens"):
+            shape.accept(Lossy.OFF, dropping=[Codec.KEYDIFF50])
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            (transformers.Qwen3NextConfig(num_hidden_layers=4), "layer 0 caches no keys and values .* LinearAttention"),
+            (transformers.Gemma3nTextConfig(), "layer 20 caches no keys and values of its own"),
+        ],
+        ids=["states", "shared layers"],
+    )
+    def test_other_models_are_refused_with_the_reason(self, config, said):
+        with pytest.raises(ValueError, match=said):
+            KvShape.of(config, torch.float32, CHUNK_TOKENS)
 
 
 class Offering:

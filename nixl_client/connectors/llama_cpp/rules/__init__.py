@@ -1,0 +1,1 @@
+"""Slot files, slots and requests of llama.cpp's server. Pure."""

@@ -1,0 +1,301 @@
+"""The KV that a request's slot begins with, and the KV that is kept of it: llama.cpp's server and a bucket together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import numpy as np
+
+from descriptors.errors import ObjectCacheError
+from descriptors.prefix_keys import Namespace, chunk_keys
+from nixl_client.client import Client
+from nixl_client.connectors.llama_cpp.llama_server import LlamaFacts, LlamaServer, LlamaServerError
+from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt
+from nixl_client.connectors.llama_cpp.rules.slot_file import ParsedSlot, SlotFileError, SlotForm, Tokens, parse
+from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
+from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
+from nixl_client.connectors.vllm.weights import fingerprint
+from nixl_client.transports.http import UnansweredError
+from objectcache.adapters.breaker import Breaker
+
+STAGING_BYTES = 64 << 20
+LOOKUPS_MAX = 4
+SAVES_MAX = 4
+"""So many files of slots wait to be stored, at most; further ones are not written."""
+FILE = "objectcache-{}.slot"
+HEAD_BYTES = 1 << 20
+LLAMA_CPP_LAYOUT = "llama.cpp"
+FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
+_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf$")
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class UncachedServerError(LlamaServerError):
+    """The server's model is not cached, as was said when that was seen."""
+
+
+@dataclass(slots=True)
+class KnownServer:
+    """A server whose slots' form is known; `namespace` is of the names of its KV."""
+
+    facts: LlamaFacts
+    form: SlotForm
+    namespace: Namespace
+    ledger: SlotLedger
+
+
+@dataclass(slots=True)
+class SlotTurn:
+    """One request's use of a slot. `keys` name the runs of its prompt, of which `stored` are stored."""
+
+    server: KnownServer
+    slot: ChosenSlot
+    tokens: Tokens
+    keys: list[str]
+    stored: int
+    loaded_tokens: int = 0
+    is_computed: bool = False
+
+    @property
+    def index(self) -> int:
+        """The slot's number."""
+        return self.slot.index
+
+
+class SlotCache:
+    """`folder` is the server's `--slot-save-path`. No method raises for what server or store do, but `begin`: then the
+    request goes on without a cache.
+    """
+
+    def __init__(self, server: LlamaServer, client: Client, folder: Path) -> None:
+        self._server = server
+        self._store = SlotStore(client, STAGING_BYTES)
+        self._folder = folder
+        self._lookers = ThreadPoolExecutor(LOOKUPS_MAX, "objectcache-slot-lookup")
+        self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
+        self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
+        self._known: KnownServer | None = None
+        self._uncached: LlamaFacts | None = None
+        """A server whose slots cannot be cut by tokens: it answers without a cache."""
+        self._learning = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._saves: set[asyncio.Task[None]] = set()
+        self._weights: dict[str, tuple[object, str]] = {}
+        self._breaker = Breaker(1, 5.0, 60.0)
+        """A store that does not answer is left alone for a while, and so is a server that cannot be learned."""
+        self._learning_breaker = Breaker(1, 1.0, 60.0)
+        self._told: set[str] = set()
+        for path in folder.glob(FILE.format("*")):  # a process that was killed left them
+            path.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Return when what waits to be stored is."""
+        await asyncio.gather(*self._saves, return_exceptions=True)
+        for pool in (self._lookers, self._loaders, self._saving):
+            pool.shutdown()
+        await asyncio.to_thread(self._store.close)
+
+    def forget(self) -> None:
+        """A request went to a slot of the server's choice: nobody knows which slot holds what."""
+        if self._known is not None:
+            self._known.ledger.forget()
+
+    async def begin(self, asked: AskedPrompt, body: bytes, headers: Mapping[str, str]) -> SlotTurn:
+        """Take a slot, and have it hold as much of the prompt as is stored. `end` must follow. Raises FAILURES."""
+        server = await self._learned(headers)
+        tokens = await self._server.tokens(asked, body, headers)
+        keys = chunk_keys(server.namespace, tokens[:-1], RUN_TOKENS)  # at least one token is computed
+        while (slot := server.ledger.choose(tokens)) is None:
+            self._freed.clear()
+            await self._freed.wait()
+        turn = SlotTurn(server, slot, tokens, keys, 0)
+        loading = asyncio.ensure_future(self._load(turn, headers))
+        try:
+            await asyncio.shield(loading)
+        except BaseException:  # cancelled: the slot is free when the server reads its file no more
+            loading.add_done_callback(lambda _: self._ended(turn, NO_TOKENS))
+            raise
+        return turn
+
+    def end(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
+        """The request is over. Where its prompt was computed, that is kept, before the slot has other use."""
+        if (
+            turn.is_computed
+            and len(turn.keys) > turn.stored
+            and len(self._saves) < SAVES_MAX
+            and not self._is_resting()
+        ):
+            saving = asyncio.ensure_future(self._save(turn, headers))
+            self._saves.add(saving)
+            saving.add_done_callback(self._saves.discard)
+        else:
+            self._ended(turn, turn.tokens)
+
+    def _ended(self, turn: SlotTurn, holds: Tokens) -> None:
+        turn.server.ledger.release(turn.index, holds)
+        self._freed.set()
+
+    async def _load(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
+        """Restore the slot from the store where that has more of the prompt than the slot. A failure is a miss."""
+        path = self._folder / FILE.format(uuid.uuid4().hex)
+        began_s = time.monotonic()
+        try:
+            if self._is_resting():
+                return
+            turn.stored = await self._in_thread(lambda: self._store.matched(turn.keys))
+            self._breaker.succeeded()
+            if turn.stored * RUN_TOKENS <= turn.slot.held_tokens:
+                return
+            keys, tokens = turn.keys[: turn.stored], turn.tokens[: turn.stored * RUN_TOKENS]
+
+            def load() -> int:
+                if self._is_resting():  # the loads ahead of this one have failed
+                    return 0
+                return self._store.load(keys, turn.server.form, tokens, path)
+
+            turn.stored = came = await asyncio.get_running_loop().run_in_executor(self._loaders, load)
+            if came * RUN_TOKENS > turn.slot.held_tokens:
+                await self._restore(turn, path.name, headers)
+                turn.loaded_tokens = came * RUN_TOKENS
+                took_s = time.monotonic() - began_s
+                _log.info("slot %d: %d tokens loaded in %.3f s", turn.index, turn.loaded_tokens, took_s)
+        except FAILURES as error:
+            self.failed("load", error)
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _restore(self, turn: SlotTurn, name: str, headers: Mapping[str, str]) -> None:
+        try:
+            await self._server.restore_slot(turn.index, name, headers)
+        except LlamaServerError:  # it may have been started anew, with caches of another type
+            self._known = None
+            raise
+
+    async def _save(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
+        path = self._folder / FILE.format(uuid.uuid4().hex)
+        try:
+            try:
+                await self._server.save_slot(turn.index, path.name, headers)
+            finally:
+                self._ended(turn, turn.tokens)
+            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path)
+            _log.info("slot %d: %d tokens stored", turn.index, stored * RUN_TOKENS)
+        except FAILURES as error:
+            self.failed("save", error)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _cannot_cache(self, facts: LlamaFacts, error: SlotFileError) -> None:
+        self._known, self._uncached = None, facts
+        _log.warning("%s runs without a cache: %s", Path(facts.model_path).name, error)
+
+    def _put(self, turn: SlotTurn, path: Path) -> int:
+        try:
+            slot, data = _parsed(path)
+        except SlotFileError as error:
+            self._cannot_cache(turn.server.facts, error)
+            return 0
+        if slot.form.digest != turn.server.form.digest:
+            self._known = None
+            raise SlotFileError("the server has been started with caches of another type")
+        if not np.array_equal(slot.tokens[: len(turn.tokens)], turn.tokens):
+            _log.info(
+                "slot %d holds another prompt now: %d of %d tokens", turn.index, len(slot.tokens), len(turn.tokens)
+            )
+            return 0  # another request was in the slot meanwhile, or the server has shifted the context
+        return self._store.save(turn.keys, slot, data, turn.server.namespace.metadata(RUN_TOKENS))
+
+    async def _learned(self, headers: Mapping[str, str]) -> KnownServer:
+        """The server as it is now, looked at anew where it is another one."""
+        facts = await self._server.facts(headers)
+        if self._known is not None and self._known.facts == facts:
+            return self._known
+        async with self._learning:
+            if self._known is None or self._known.facts != facts:
+                if facts == self._uncached or self._learning_breaker.is_open(time.monotonic()):
+                    raise UncachedServerError
+                self._known = None
+                try:
+                    self._known = await self._learn(facts, headers)
+                except FAILURES:
+                    self._learning_breaker.failed(time.monotonic())
+                    raise
+                self._learning_breaker.succeeded()
+            return self._known
+
+    async def _learn(self, facts: LlamaFacts, headers: Mapping[str, str]) -> KnownServer:
+        path = self._folder / FILE.format(uuid.uuid4().hex)
+        try:
+            await self._server.probe(headers)
+            await self._server.save_slot(0, path.name, headers)
+            form = (await self._in_thread(lambda: _parsed(path)))[0].form
+        except SlotFileError as error:
+            self._cannot_cache(facts, error)
+            raise UncachedServerError from None
+        except FileNotFoundError:
+            raise LlamaServerError(
+                f"llama-server wrote no file into {self._folder}: is it its --slot-save-path?"
+            ) from None
+        finally:
+            path.unlink(missing_ok=True)
+        weights = await self._in_thread(lambda: self._fingerprint(facts.model_path))
+        lora = await self._in_thread(lambda: self._adapters(facts))
+        name = Path(facts.model_path).stem
+        namespace = Namespace(weights, form.digest, RUN_TOKENS, LLAMA_CPP_LAYOUT, lora=lora, name=name)
+        _log.info("%s: %d slots, %d bytes of KV for each token", name, facts.slot_count, form.token_bytes)
+        return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count))
+
+    def _adapters(self, facts: LlamaFacts) -> str:
+        return " ".join(f"{self._fingerprint(path)}*{scale}" for path, scale in facts.adapters if scale)
+
+    def _fingerprint(self, path: str) -> str:
+        """A digest of the file's weights, or of all files where they are split. Raises OSError."""
+        first = Path(path)
+        shard = _SHARD.match(first.name)
+        files = sorted(first.parent.glob(f"{shard[1]}-*-of-*.gguf")) if shard else [first]
+        state = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
+        known = self._weights.get(path)
+        if known is None or known[0] != state:
+            known = (state, " ".join(f"{fingerprint(file)} {_head(file)}" for file in files))
+            self._weights = {path: known} if len(self._weights) > 64 else {**self._weights, path: known}
+        return known[1]
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._lookers, work)
+
+    def _is_resting(self) -> bool:
+        return self._breaker.is_open(time.monotonic())
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Say once that something failed, and leave a store that does not answer alone for a while."""
+        if isinstance(error, UnansweredError | TimeoutError) and not isinstance(error, aiohttp.ClientError):
+            self._breaker.failed(time.monotonic())
+        if isinstance(error, UncachedServerError):
+            return
+        text = f"{what}: {error}"
+        if text not in self._told and len(self._told) < 64:
+            self._told.add(text)
+            _log.warning("%s", text)
+
+
+def _head(path: Path) -> str:
+    """A digest of a file's first bytes, which have the model's settings."""
+    with path.open("rb") as stream:
+        return hashlib.sha256(stream.read(HEAD_BYTES)).hexdigest()
+
+
+def _parsed(path: Path) -> tuple[ParsedSlot, np.memmap]:
+    data = np.memmap(path, np.uint8, "r")
+    return parse(data), data
