@@ -17,6 +17,7 @@ from objectcache.adapters import name_lookups
 from objectcache.adapters.name_lookups import NAMES_MAX, NameForThreads, NameLookups, ServerLoop
 from storage_server.home.fetch.bulk_reads import BulkReads, Into
 from storage_server.settings import UpstreamSettings
+from tests.support.waiting import until
 
 HUNG = ".hung.example"
 
@@ -137,8 +138,7 @@ def test_bulk_reads_end_while_the_name_of_their_service_is_looked_up(name_server
         view = memoryview(bytearray(10))
         reading = reads.read("/bucket/key", {}, Into(view, 10, 10, lambda _: None))
         async with asyncio.timeout(30):
-            while not any(thread.name == "objectcache-name" for thread in threading.enumerate()):
-                await asyncio.sleep(0)  # a turn of the loop, until its thread asks
+            await until(lambda: any(thread.name == "objectcache-name" for thread in threading.enumerate()))
             await asyncio.to_thread(reads.close)
             with pytest.raises(ServerError, match="no name server has answered"):
                 await reading.head

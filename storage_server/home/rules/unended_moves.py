@@ -1,8 +1,8 @@
 """Whether bytes may still move between Mooncake and this server's memory when a call has ended. Pure.
 
-Mooncake's client waits 60 s for a transfer, and tells an error then. But the connection goes on for as long as something
-comes now and then, and so the bytes of an owner that is slow, or that hangs now and then, come into memory that others
-have by that time (seen with Mooncake 0.3.13 over TCP). What ends sooner has ended: refused connections, wrong sizes.
+Mooncake's client waits 60 s for a transfer, and tells an error then. But its connection goes on for as long as bytes
+come now and then. So those of an owner that is slow, or that hangs now and then, come into memory that others have by
+that time (seen with Mooncake 0.3.13 over TCP). What ends sooner has ended: refused connections, wrong sizes.
 """
 
 from __future__ import annotations
