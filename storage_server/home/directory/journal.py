@@ -483,7 +483,7 @@ def _pass_front(folder: Beneath, fd: int, known: JournalPlace, journal: ReadJour
 
 
 def _begins_frame(fd: int, at: int, journal: ReadJournal) -> bool:
-    """Whether a frame of at most one piece, with the right checksum, begins there. What is read counts as read."""
+    """Whether a frame of at most one piece, with the right checksum, begins there. Its bytes count as read."""
     data = _read(fd, at, HEAD.size)
     wanted = wanted_bytes(data, 0)
     if HEAD.size < wanted <= HEAD.size + PIECE_BYTES:

@@ -2,7 +2,7 @@
 
 Mooncake's client waits 60 s for a transfer, and tells an error then. But its connection goes on for as long as bytes
 come now and then. So those of an owner that is slow, or that hangs now and then, come into memory that others have by
-that time (seen with Mooncake 0.3.13 over TCP). What ends sooner has ended: refused connections, wrong sizes.
+that time (seen with Mooncake 0.3.13 over TCP). Refused connections and wrong sizes are told sooner, and move nothing.
 """
 
 from __future__ import annotations
