@@ -33,6 +33,8 @@ class NameLookups:
 
     def __init__(self, names_max: int) -> None:
         self._places = asyncio.Semaphore(names_max)
+        self._running: dict[tuple[Any, ...], asyncio.Task[Found]] = {}
+        """One for each name: a name that hangs takes one place, however often it is asked for."""
 
     async def find(
         self, host: Any, port: Any, family: int = 0, kind: int = 0, protocol: int = 0, flags: int = 0
@@ -41,9 +43,15 @@ class NameLookups:
         look_up = partial(socket.getaddrinfo, host, port, family, kind, protocol)
         with contextlib.suppress(socket.gaierror):
             return list(look_up(flags | socket.AI_NUMERICHOST))
+        name = (host, port, family, kind, protocol, flags)
+        running = self._running.get(name)
+        if running is None:
+            running = self._running[name] = asyncio.create_task(self._found(host, partial(look_up, flags)))
+            running.add_done_callback(lambda _: self._running.pop(name))
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(NAME_WAIT_S):
-                return await self._found(host, partial(look_up, flags))
+                return await asyncio.shield(running)
         except TimeoutError:
             raise _not_found(host) from None
 

@@ -117,6 +117,20 @@ def test_a_name_is_waited_for_shortly(name_server: threading.Event, monkeypatch:
     run(story())
 
 
+def test_a_name_that_hangs_takes_one_place(name_server: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 0.01)
+
+    async def story() -> None:
+        lookups = NameLookups(2)
+        for _ in range(5):
+            with pytest.raises(OSError, match="no name server has answered"):
+                await lookups.find(f"store{HUNG}", 80)
+        monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 60.0)
+        assert (await lookups.find("localhost", 80, kind=socket.SOCK_STREAM))[0][4][1] == 80
+
+    run(story())
+
+
 def test_threads_that_wait_for_one_name_share_its_lookup(name_server: threading.Event) -> None:
     name = NameForThreads(f"store{HUNG}", 80)
     for _ in range(3):
