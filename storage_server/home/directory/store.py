@@ -19,7 +19,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
 from storage_server.home.directory.rewriting import Rewriting
-from storage_server.home.directory.rules.clock import SHOWN_STEP_S, ClockError, StampClock
+from storage_server.home.directory.rules.clock import ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
     WRITERS,
@@ -249,23 +249,11 @@ class SharedDirectory:
         writer = self._membership.writer
         positions = merge.positions(tx.db)
         generation, position = positions.get(writer, (0, 0))
-        self._go_on_behind(merge.last_stamp(tx.db), positions)
+        self._clock.go_on_behind(merge.last_stamp(tx.db), (self.files.shown_s(each) for each in positions))
         coming = merge.coming(tx.db)
         self._journal.open(generation, position, coming)
         self.catch_up(tx)
         return coming[1] if coming[0] == self._journal.generation else 0
-
-    def _go_on_behind(self, last: int, writers: Iterable[str]) -> None:
-        """Give no stamp up to the last one in the index. Where that is later than any may be now, these writers have
-        been shown its time; or else this server has, since it took the stamp over. The latter says half a day more than
-        others know, so that a neighbour could step stamps up with it: it counts where nothing else explains the stamp.
-        """
-        self._clock.observe(last)
-        if last > self._clock.latest:
-            for writer in writers:
-                self._clock.note_shown(self.files.shown_s(writer))
-        if last > self._clock.latest:
-            self._clock.note_shown(last / 1e6 - SHOWN_STEP_S)
 
     def check(self, tx: Transaction, touched: Sequence[Touched], caller: str) -> int:
         """Refuse a change that names files of others while the journals were not all read lately, and one of a caller
