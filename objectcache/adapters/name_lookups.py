@@ -1,4 +1,5 @@
-"""Lookups of host names, in threads of their own: a name server that does not answer holds up nothing else.
+"""Lookups of host names, in threads of their own: a name server that does not answer holds up nothing else, and whoever
+needs one of its names learns of that after NAME_WAIT_S.
 
 uvloop looks names up in two threads of libuv, and asks them for the address of each connection, too, although that is a
 number already. Two names that take long would so keep every new connection of the process waiting, whoever it is to.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from threading import Thread
 from typing import Any, Final
@@ -18,6 +21,10 @@ import uvloop
 
 NAMES_MAX: Final = 256
 """So many names may be slow before others wait."""
+NAME_WAIT_S: Final = 10.0
+"""So long a name is waited for: resolvers ask a name server for 5 s, and then the next one. Those that wait on their
+own for longer, or for ever, hold up no request and no stop.
+"""
 Found = list[tuple[Any, ...]]
 
 
@@ -26,6 +33,8 @@ class NameLookups:
 
     def __init__(self, names_max: int) -> None:
         self._places = asyncio.Semaphore(names_max)
+        self._running: dict[tuple[Any, ...], asyncio.Task[Found]] = {}
+        """One for each name: a name that hangs takes one place, however often it is asked for."""
 
     async def find(
         self, host: Any, port: Any, family: int = 0, kind: int = 0, protocol: int = 0, flags: int = 0
@@ -40,13 +49,26 @@ class NameLookups:
             raise socket.gaierror(socket.EAI_NONAME, f"{str(host)[:300]!r} is no name: {error}") from error
         except socket.gaierror:  # it is no number
             pass
+        name = (host, port, family, kind, protocol, flags)
+        running = self._running.get(name)
+        if running is None:
+            running = self._running[name] = asyncio.create_task(self._found(host, partial(look_up, flags)))
+            running.add_done_callback(lambda _: self._running.pop(name))
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            async with asyncio.timeout(NAME_WAIT_S):
+                return await asyncio.shield(running)
+        except TimeoutError:
+            raise _not_found(host) from None
+
+    async def _found(self, host: Any, work: Callable[[], Found]) -> Found:
         loop = asyncio.get_running_loop()
         await self._places.acquire()
         found: asyncio.Future[Found] = loop.create_future()
         try:
             Thread(
                 target=self._look_up,
-                args=(loop, partial(look_up, flags), found),
+                args=(loop, work, found),
                 name="objectcache-name",
                 daemon=True,
             ).start()
@@ -76,6 +98,63 @@ class NameLookups:
             found.set_result(addresses)
         else:
             found.set_exception(failure)
+
+
+class NameForThreads:
+    """The addresses of one name, for threads: a lookup that hangs takes one thread, whoever waits for it. `close` has
+    those that wait fail.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._lock = threading.Lock()
+        self._running: Future[Found] | None = None
+        self._is_closed = False
+
+    def addresses(self, wait_s: float = NAME_WAIT_S) -> Found:
+        """As `socket.getaddrinfo` gives them, for TCP. Raises OSError."""
+        with self._lock:
+            if self._is_closed:
+                raise _not_found(self._host)
+            running = self._running
+            if running is None:
+                running = Future()
+                try:
+                    Thread(target=self._look_up, args=(running,), name="objectcache-name", daemon=True).start()
+                except RuntimeError as error:  # there is no room for a thread
+                    raise OSError(f"{self._host} cannot be looked up: {error}") from error
+                self._running = running
+        try:
+            return running.result(wait_s)
+        except (TimeoutError, CancelledError):
+            raise _not_found(self._host) from None
+
+    def close(self) -> None:
+        """Wait for no lookup any more."""
+        with self._lock:
+            self._is_closed = True
+            if self._running is not None:
+                self._running.cancel()
+
+    def _look_up(self, running: Future[Found]) -> None:
+        found: Found = []
+        failure: Exception | None = None
+        try:
+            found = list(socket.getaddrinfo(self._host, self._port, 0, socket.SOCK_STREAM))
+        except Exception as error:  # a name may be anything
+            failure = error
+        with self._lock:
+            self._running = None
+            if running.cancelled():
+                return
+            if failure is None:
+                running.set_result(found)
+            else:
+                running.set_exception(failure)
+
+
+def _not_found(host: Any) -> OSError:
+    return socket.gaierror(socket.EAI_AGAIN, f"no name server has answered for {host} in {NAME_WAIT_S:g} s")
 
 
 class ServerLoop(uvloop.Loop):

@@ -16,11 +16,12 @@ from objectcache.adapters.memory_area import SharedArea
 from storage_server.home.remote_dram import mooncake_process
 from storage_server.home.remote_dram.mooncake_process import MooncakeProcess
 from storage_server.home.remote_dram.remote_dram import RemoteDram
+from storage_server.home.rules import unended_moves
 from storage_server.settings import RemoteDramSettings
 from tests.support.waiting import settled, until
 
 PLAYED = """
-import ctypes, os, signal, time
+import ctypes, os, signal, threading, time
 
 class MooncakeDistributedStore:
     def setup(self, host, metadata, segment, buffer, protocol, devices, master):
@@ -54,6 +55,13 @@ class MooncakeDistributedStore:
             time.sleep(600)  # for ever
         if "lock" in keys[0]:
             ctypes.PyDLL(None).sleep(600)  # for ever, with the interpreter's lock
+        if "late" in keys[0]:  # its bytes come for as long as the process lives
+            def come():
+                while True:
+                    ctypes.memset(addresses[0][1], 33, sizes[0][1])
+                    time.sleep(0.001)
+            threading.Thread(target=come, daemon=True).start()
+            return [-800]
         if keys[0] not in self.stored:
             return [-704]
         ctypes.memmove(addresses[0][0], self.stored[keys[0]], sizes[0][0])
@@ -260,3 +268,36 @@ async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch:
     landed.release()
     await remote.close()
     assert landing.used_bytes == 0
+
+
+async def test_late_bytes_come_into_nobody_elses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has failed, and what it asked for still comes. The memory is free when the process has ended."""
+    monkeypatch.setattr(unended_moves, "QUICK_S", 0.0)
+    monkeypatch.setattr("storage_server.home.remote_dram.joined_store.PAUSE_S_MIN", 0.1)
+    joined: list[MooncakeProcess] = []
+
+    async def join(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> MooncakeProcess:
+        process = await mooncake_process.joined(settings, areas)
+        assert isinstance(process, MooncakeProcess)
+        joined.append(process)
+        return process
+
+    remote = RemoteDram(settings(), "home", 1.0, join)
+    landing = remote.landing(1 << 20)
+    await remote.start()
+    await until(lambda: remote.store.is_usable)
+    landed = landing.take("bucket", NBYTES)
+    assert landed is not None
+    assert await remote.read("bucket", "late", landed) is None
+    await until(lambda: bytes(landed.view) == b"!" * NBYTES)
+    landed.release()
+    other = landing.take("bucket", NBYTES)
+    assert other is not None
+    assert other.address != landed.address
+    other.release()
+    assert landing.used_bytes == NBYTES
+    remote.store.leave()
+    await until(lambda: remote.store.is_usable and len(joined) == 2)
+    assert not is_alive(joined[0].pid)
+    assert landing.used_bytes == 0
+    await remote.close()

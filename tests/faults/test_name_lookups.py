@@ -12,7 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from objectcache.adapters.name_lookups import NAMES_MAX, NameLookups, ServerLoop
+from descriptors.errors import ServerError
+from objectcache.adapters import name_lookups
+from objectcache.adapters.name_lookups import NAMES_MAX, NameForThreads, NameLookups, ServerLoop
+from storage_server.home.fetch.bulk_reads import BulkReads, Into
+from storage_server.settings import UpstreamSettings
+from tests.support.waiting import until
 
 HUNG = ".hung.example"
 
@@ -104,5 +109,64 @@ def test_a_text_that_no_name_can_be_is_not_found(name: str) -> None:
     async def story() -> None:
         with pytest.raises(socket.gaierror, match="is no name"):
             await asyncio.get_running_loop().getaddrinfo(name, 80)
+
+    run(story())
+
+
+def test_a_name_is_waited_for_shortly(name_server: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to a service upstream had no answer for as long as its name was looked up."""
+    monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 0.05)
+
+    async def story() -> None:
+        lookups = NameLookups(1)
+        async with asyncio.timeout(30):
+            for _ in range(2):  # the second one has no place
+                with pytest.raises(OSError, match="no name server has answered"):
+                    await lookups.find(f"store{HUNG}", 80)
+        assert not name_server.is_set()
+
+    run(story())
+
+
+def test_a_name_that_hangs_takes_one_place(name_server: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 0.01)
+
+    async def story() -> None:
+        lookups = NameLookups(2)
+        for _ in range(5):
+            with pytest.raises(OSError, match="no name server has answered"):
+                await lookups.find(f"store{HUNG}", 80)
+        monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 60.0)
+        assert (await lookups.find("localhost", 80, kind=socket.SOCK_STREAM))[0][4][1] == 80
+
+    run(story())
+
+
+def test_threads_that_wait_for_one_name_share_its_lookup(name_server: threading.Event) -> None:
+    name = NameForThreads(f"store{HUNG}", 80)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no name server has answered"):
+            name.addresses(0.01)
+    assert sum(thread.name == "objectcache-name" for thread in threading.enumerate()) == 1
+    name_server.set()
+    assert name.addresses(30)[0][4] == ("127.0.0.1", 80)
+    name.close()
+    with pytest.raises(OSError, match="no name server has answered"):
+        name.addresses(30)
+
+
+def test_bulk_reads_end_while_the_name_of_their_service_is_looked_up(name_server: threading.Event) -> None:
+    """The stop of a server waited for as long as the lookup did."""
+
+    async def story() -> None:
+        reads = BulkReads(UpstreamSettings(f"http://store{HUNG}:80", "key", "secret"))
+        view = memoryview(bytearray(10))
+        reading = reads.read("/bucket/key", {}, Into(view, 10, 10, lambda _: None))
+        async with asyncio.timeout(30):
+            await until(lambda: any(thread.name == "objectcache-name" for thread in threading.enumerate()))
+            await asyncio.to_thread(reads.close)
+            with pytest.raises(ServerError, match="no name server has answered"):
+                await reading.head
+        assert not name_server.is_set()
 
     run(story())

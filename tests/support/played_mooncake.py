@@ -23,6 +23,7 @@ class PlayedMooncake:
         self.corrupts = False
         self.capacity_bytes = 1 << 30
         self.is_running = True
+        self.has_ended = False
         self._free = threading.Event()
         self._free.set()
 

@@ -363,14 +363,16 @@ def _read_on(fd: int, journal: ReadJournal, size: int, budget_bytes: int, rows_m
         if _is_hole(fd, position, size):
             return
         if size - position > STEP_BYTES and not any(_read(fd, position, LOOK_BYTES)):
-            journal.problem, journal.nbytes = "zeros where a frame should be", LOOK_BYTES
+            journal.problem = "zeros where a frame should be"
+            journal.nbytes += LOOK_BYTES
             return
         data = _read(fd, position, min(budget_bytes, size - position))
         wanted = wanted_bytes(data, 0)
         if len(data) < wanted <= min(size - position, HEAD.size + PIECE_BYTES):
             data = _read(fd, position, wanted)
         found = decode(data, stamp_max, rows_max)
-        journal.problem, journal.nbytes, journal.passed_over = found.problem, len(data), found.passed_over
+        journal.problem, journal.passed_over = found.problem, found.passed_over
+        journal.nbytes += len(data)
         if found.passed_over.first is not None:
             at, reason = found.passed_over.first
             journal.passed_over.first = position + at, reason
@@ -464,7 +466,8 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
 
 def _pass_front(folder: Beneath, fd: int, known: JournalPlace, journal: ReadJournal) -> None:
     """Go on behind the front of the generation that `journal` is at, where that shows nothing new to whoever has read
-    to `known`.
+    to `known`. A succession may be of another file than this generation's: a release that knows none has written that
+    after a kill. So a frame must begin at the place.
     """
     generation = journal.start.generation
     try:
@@ -473,9 +476,20 @@ def _pass_front(folder: Beneath, fd: int, known: JournalPlace, journal: ReadJour
         return
     if succession is None or known.inside:
         return
-    place = succession.place(known.generation, known.position, os.fstat(fd).st_size)
-    if place is not None:
+    size = os.fstat(fd).st_size
+    place = succession.place(known.generation, known.position, size)
+    if place is not None and (place == size or _begins_frame(fd, place, journal)):
         journal.start, journal.front = JournalPlace(generation, place), place
+
+
+def _begins_frame(fd: int, at: int, journal: ReadJournal) -> bool:
+    """Whether a frame of at most one piece, with the right checksum, begins there. Its bytes count as read."""
+    data = _read(fd, at, HEAD.size)
+    wanted = wanted_bytes(data, 0)
+    if HEAD.size < wanted <= HEAD.size + PIECE_BYTES:
+        data = _read(fd, at, wanted)
+    journal.nbytes += len(data)
+    return len(data) == wanted > HEAD.size and crc32c(data[HEAD.size :]) == HEAD.unpack_from(data)[1]
 
 
 def named_files(folder: Beneath, stored: Set[str]) -> set[str] | None:

@@ -35,7 +35,7 @@ from storage_server.home.directory.membership import joined
 from storage_server.home.directory.objects import SharedObjects, SharedUploads
 from storage_server.home.directory.reading import SharedReads
 from storage_server.home.directory.rewriting import Rewriting
-from storage_server.home.directory.rules.clock import SHOWN_STEP_S, ClockError, StampClock
+from storage_server.home.directory.rules.clock import ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
     WRITERS,
@@ -247,10 +247,9 @@ class SharedDirectory:
         """In the committer's thread, which alone uses the journal. How long it was when it was written anew."""
         merge.prepare(tx)
         writer = self._membership.writer
-        generation, position = merge.positions(tx.db).get(writer, (0, 0))
-        last = merge.last_stamp(tx.db)
-        self._clock.observe(last)
-        self._clock.note_shown(last / 1e6 - SHOWN_STEP_S)  # this server has taken it over, so it has seen such a time
+        positions = merge.positions(tx.db)
+        generation, position = positions.get(writer, (0, 0))
+        self._clock.go_on_behind(merge.last_stamp(tx.db), (self.files.shown_s(each) for each in positions))
         coming = merge.coming(tx.db)
         self._journal.open(generation, position, coming)
         self.catch_up(tx)

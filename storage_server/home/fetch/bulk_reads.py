@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB
+from objectcache.adapters.name_lookups import NameForThreads
 from objectcache.adapters.threads import finished
 from objectcache.adapters.trust import client_context
 from storage_server.home.rules.least_rate import LeastRate
@@ -70,6 +71,7 @@ class BulkReads:
         self._settings = settings
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._name = NameForThreads(self._host, self._port)
         self._context = client_context() if parts.scheme == "https" else None
         self._idle: deque[tuple[float, http.client.HTTPConnection]] = deque(maxlen=settings.fetches_max)
         self._threads = ThreadPoolExecutor(settings.fetches_max, "upstream-read")
@@ -87,6 +89,7 @@ class BulkReads:
 
     def close(self) -> None:
         """Wait for the threads, and close the idle connections."""
+        self._name.close()
         self._threads.shutdown()
         while self._idle:
             self._idle.pop()[1].close()
@@ -110,9 +113,27 @@ class BulkReads:
         else:
             made = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
         made.response_class = _ShortHead
+        made._create_connection = self._socket_to  # type: ignore[attr-defined]
         made.connect()
         made.sock.settimeout(self._settings.read_timeout_s)
         return made
+
+    def _socket_to(self, _: object, timeout_s: float, *__: object) -> socket.socket:
+        """As `socket.create_connection` makes it, which waits for a name server for as long as that likes."""
+        failure = OSError(f"{self._host} has no address")
+        for family, kind, protocol, _name, address in self._name.addresses():
+            made = None
+            try:
+                made = socket.socket(family, kind, protocol)
+                made.settimeout(timeout_s)
+                made.connect(address)
+            except OSError as error:
+                failure = error
+                if made is not None:
+                    made.close()
+            else:
+                return made
+        raise failure
 
     def _give_back(self, connection: http.client.HTTPConnection) -> None:
         now_s = time.monotonic()

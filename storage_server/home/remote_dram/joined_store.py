@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.memory_area import SharedArea
+from storage_server.delivery.gather.landing import Landed
 from storage_server.home.remote_dram import mooncake_process
 from storage_server.home.remote_dram.mooncake_process import MooncakeClient
+from storage_server.home.rules.unended_moves import NOT_FOUND, NOT_READY
 from storage_server.settings import RemoteDramSettings
 
 CLOSE_WAIT_S = 10.0
 PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
 """After a failure the store is left alone for so long."""
-NOT_FOUND, NOT_READY = -704, -703
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class JoinedStore:
         self._is_closing = False
         self.calls: set[asyncio.Task[Any]] = set()
         """The calls under way."""
+        self._kept: list[tuple[MooncakeClient, Landed]] = []
+        """Memory that bytes may still come into, until the client has left that was given it."""
         self.failed_count = 0
 
     def start(self) -> None:
@@ -58,6 +61,7 @@ class JoinedStore:
             await self.client.close()
         if self.calls:
             await asyncio.wait(self.calls)
+        self._free({client for client, _ in self._kept})
 
     @property
     def is_usable(self) -> bool:
@@ -102,6 +106,30 @@ class JoinedStore:
         if was_good:
             _log.warning("remote DRAM: %s; home is asked instead", problem)
 
+    def keep_until_left(self, client: MooncakeClient, landed: Landed) -> None:
+        """Give this memory to nobody else before the client has left."""
+        landed.hold()
+        self._kept.append((client, landed))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that waits for a client to leave."""
+        return sum(len(landed.view) for _, landed in self._kept)
+
+    def leave(self) -> None:
+        """End the client; the next use joins again."""
+        if self.client is not None and self.client.is_running:
+            self.call(self.client.close())
+
+    def _free(self, left: Container[MooncakeClient]) -> None:
+        """Give back the memory of clients that have left."""
+        kept, self._kept = self._kept, []
+        for client, landed in kept:
+            if client in left:
+                landed.release()
+            else:
+                self._kept.append((client, landed))
+
     def _join_again(self) -> None:
         """Begin to join the store, unless that failed a moment ago."""
         is_joining = self._joining is not None and not self._joining.done()
@@ -114,6 +142,7 @@ class JoinedStore:
             before, self.client = self.client, None
             if before is not None:
                 await before.close()
+                self._free([before])
             self.client = await connect(self._settings, self._areas())
         except Exception as error:  # whatever it is, home is there
             self.failed(str(error))

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,9 +32,9 @@ from storage_server.home.rules.mooncake_commands import (
     decode_join,
     encode_answer,
 )
+from storage_server.home.rules.unended_moves import NOT_FOUND, may_move_on
 
 LEAVE_WAIT_S = 8.0
-NOT_FOUND = -704
 WRONG_SIZE = frozenset({-600, -800})
 """Mooncake's codes for a buffer of another size; -800 is also its code for hosts that are gone."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -58,8 +59,10 @@ class MooncakeEngine:
 
     def _get(self, call: MooncakeCall) -> list[int]:
         addresses, sizes = self._memory(call)
+        began_s = time.monotonic()
         codes: list[int] = self._store.batch_get_into_multi_buffers(list(call.keys), addresses, sizes)
-        if codes[0] in WRONG_SIZE and self._store.get_size(call.keys[0]) not in (-1, sum(sizes[0])):
+        may_be_size = codes[0] in WRONG_SIZE and not may_move_on(codes[0], time.monotonic() - began_s)
+        if may_be_size and self._store.get_size(call.keys[0]) not in (-1, sum(sizes[0])):
             return [NOT_FOUND]  # the caller asks for a wrong size, or it is gone by now
         return codes
 

@@ -48,11 +48,14 @@ class RemoteDramError(Exception):
 
 class MooncakeClient(Protocol):
     """A Mooncake Store that was joined. Codes are Mooncake's, negative ones errors. Calls raise ConnectionError where
-    they cannot be carried out; the memory is free when a call has ended, and only then.
+    they cannot be carried out; the memory is free when a call has ended, and only then, but see `may_move_on`.
     """
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def has_ended(self) -> bool: ...
 
     async def get(self, key: str, spans: Spans) -> int: ...
 
@@ -131,6 +134,11 @@ class MooncakeProcess:
     def is_running(self) -> bool:
         """Whether calls can be given."""
         return not self._is_closing and not self._hearing.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of the process runs any more."""
+        return self._hearing.done()
 
     async def get(self, key: str, spans: Spans) -> int:
         """Bring a value of the size of all spans into them; its size, or a code."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from urllib.parse import quote
 
@@ -18,10 +18,12 @@ from objectcache.adapters.threads import to_end
 from storage_server.delivery.gather.landing import Landed, Landing
 from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import Name
-from storage_server.home.remote_dram.joined_store import NOT_FOUND, NOT_READY, Connect, JoinedStore
+from storage_server.home.remote_dram.joined_store import Connect, JoinedStore
+from storage_server.home.remote_dram.mooncake_process import MooncakeClient
 from storage_server.home.remote_dram.removed_file import RemovedFile
 from storage_server.home.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from storage_server.home.rules.removed_chunks import RemovedChunks
+from storage_server.home.rules.unended_moves import FAILED, NO_ROOM, NOT_FOUND, NOT_READY, may_move_on
 from storage_server.settings import RemoteDramSettings
 
 TURN_WAIT_S = 1.0
@@ -34,7 +36,8 @@ REMOVE_ATTEMPTS = 5
 REMOVE_AGAIN_S = 0.2
 ADMITS_FRACTION = 0.25
 """Chunks that wait to be written there take no more than this fraction of landing memory; others are not kept."""
-NO_ROOM = -200
+KEPT_FRACTION = 0.125
+"""Where calls that failed may still move bytes in more than this fraction of landing memory, the client is ended."""
 
 
 class RemoteDram(FurtherTier):
@@ -114,7 +117,7 @@ class RemoteDram(FurtherTier):
             return None
         nbytes = len(landed.view)
         landed.hold()
-        call = self.store.call(self._get(bucket, key, landed.address, nbytes))
+        call = self.store.call(self._get(bucket, key, landed))
 
         def end(_: object) -> None:
             landed.release()
@@ -148,7 +151,7 @@ class RemoteDram(FurtherTier):
         landed.hold()
         self._admitting_bytes += nbytes
         token = self._admits[name] = object()
-        call = self.store.call(self._put(name, token, header, landed.address, nbytes))
+        call = self.store.call(self._put(name, token, header, landed))
 
         def end(_: object) -> None:
             landed.release()
@@ -198,14 +201,13 @@ class RemoteDram(FurtherTier):
             return False
         return True
 
-    async def _get(self, bucket: str, key: str, address: int, nbytes: int) -> RemoteEntry | None:
+    async def _get(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
         """The caller must hold `_reading`."""
-        assert self.store.client is not None
+        nbytes = len(landed.view)
         header = memoryview(self._entries.map)[:ENTRY_BYTES]
         header[:] = bytes(ENTRY_BYTES)
-        code = await self.store.client.get(
-            self._key(bucket, key), [(self._entries.address, ENTRY_BYTES), (address, nbytes)]
-        )
+        spans = [(self._entries.address, ENTRY_BYTES), (landed.address, nbytes)]
+        code = await self._moved(landed, lambda client: client.get(self._key(bucket, key), spans))
         if code != ENTRY_BYTES + nbytes:
             self.store.note(code)
             return None
@@ -213,15 +215,30 @@ class RemoteDram(FurtherTier):
         entry = decode_entry(bytes(header), bucket, key)
         return entry if entry is not None and entry.info.nbytes == nbytes else None
 
-    async def _put(self, name: Name, token: object, header: bytes, address: int, nbytes: int) -> bool:
+    async def _moved(self, landed: Landed, move: Callable[[MooncakeClient], Awaitable[int]]) -> int:
+        """The code of a call that moves bytes of this memory. Where some may come behind its end, the memory is kept
+        from others until the client has left; entries are not, since a wrong one is found out.
+        """
+        client, began_s, code = self.store.client, time.monotonic(), FAILED
+        assert client is not None
+        try:
+            code = await move(client)
+        finally:
+            if may_move_on(code, time.monotonic() - began_s) and not client.has_ended:
+                self.store.keep_until_left(client, landed)
+                if self.store.kept_bytes > KEPT_FRACTION * self._landing_bytes:
+                    self.store.leave()
+        return code
+
+    async def _put(self, name: Name, token: object, header: bytes, landed: Landed) -> bool:
         """Whether the chunk is there now."""
         async with self._writing:
             if self._admits.get(name) is not token or not self.store.is_usable:
                 return False
-            assert self.store.client is not None
             memoryview(self._entries.map)[ENTRY_BYTES : 2 * ENTRY_BYTES] = header
-            spans = [(self._entries.address + ENTRY_BYTES, ENTRY_BYTES), (address, nbytes)]
-            putting = asyncio.ensure_future(self.store.client.put(self._key(*name), spans))
+            spans = [(self._entries.address + ENTRY_BYTES, ENTRY_BYTES), (landed.address, len(landed.view))]
+            put = self._moved(landed, lambda client: client.put(self._key(*name), spans))
+            putting = asyncio.ensure_future(put)
             self._written = name, putting
             try:
                 code = await to_end(putting)

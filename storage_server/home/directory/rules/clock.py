@@ -10,7 +10,7 @@ changes that were answered meanwhile hold. So "later" counts from the latest tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 AHEAD_S = 86_400.0
 SHOWN_STEP_S = AHEAD_S / 2
@@ -38,6 +38,17 @@ class StampClock:
     def note_shown(self, shown_s: float) -> None:
         """Note that the clock of the file system has shown this time. May be called from any thread."""
         self._shown_s = max(self._shown_s, shown_s)
+
+    def go_on_behind(self, last: int, shown_s: Iterable[float]) -> None:
+        """Give no stamp up to `last`, which was taken over in an earlier run. Where it is later than any may be, one
+        of the times explains it that others were shown; or else it proves by itself that such a time was shown. That
+        says half a day more than others know, so that a neighbour could step stamps up with it: it counts last.
+        """
+        self.observe(last)
+        if last > self.latest:
+            self.note_shown(max(shown_s, default=0.0))
+        if last > self.latest:
+            self.note_shown(last / 1e6 - SHOWN_STEP_S)
 
     @property
     def latest(self) -> int:

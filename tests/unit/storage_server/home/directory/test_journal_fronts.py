@@ -16,6 +16,7 @@ from storage_server.home.directory import journal as journal_module
 from storage_server.home.directory import late_journals
 from storage_server.home.directory import upkeep as upkeep_module
 from storage_server.home.directory.journal import Rewrite
+from storage_server.home.directory.rules.succession import Succession
 from storage_server.home.directory.store import SharedDirectory
 from tests.support.shared_bed import BUCKET, KEY, get, opened, put
 from tests.support.waiting import until
@@ -174,6 +175,22 @@ async def test_a_succession_that_makes_no_sense_has_all_read(tmp_path: Path, dat
         await put(one, "new", b"new")
         assert await get(other, "new") == b"new"
         assert [await get(other, key) for key in KEYS[1:3]] == [key.encode() for key in KEYS[1:3]]
+        assert oldest_generation(other, one.writer) == generation
+
+
+@pytest.mark.parametrize("front", [13, 60])
+async def test_a_succession_of_another_file_has_all_read(tmp_path: Path, front: int) -> None:
+    """A kill left it, and a release that knows no successions wrote this generation: others read it no further."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await filled(one)
+        await other.following.read_journals()
+        position = one._journal.end
+        generation = await rewritten(one)
+        stale = Succession(generation - 1, position, front).encoded()
+        (tmp_path / "shared" / "writers" / one.writer / f"succession-{generation}").write_bytes(stale)
+        await put(one, "new", b"new")
+        assert await get(other, "new") == b"new"
+        assert not other.unread_count
         assert oldest_generation(other, one.writer) == generation
 
 

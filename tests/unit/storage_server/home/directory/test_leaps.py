@@ -141,6 +141,35 @@ async def test_a_time_that_the_file_system_has_not_shown_is_not_believed(tmp_pat
         await put(one, "key", b"now")
 
 
+async def test_a_restart_takes_no_later_stamps_than_others(tmp_path: Path, file_clock: FileClock) -> None:
+    """A neighbour stepped stamps up by half a day at each restart of a server, whose changes nobody else read then."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        one._clock.observe(int((time.time() + AHEAD_S - 60.0) * 1e6))  # as a neighbour's record may be
+        await put(one, "key", b"ahead")
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        assert one._clock.latest < int((time.time() + AHEAD_S + 60.0) * 1e6)
+        await put(one, "key", b"after")
+        await other.following.read_journals()
+        assert await get(other, "key") == b"after"
+
+
+async def test_a_restart_after_a_leap_takes_no_later_stamps_than_others(tmp_path: Path, file_clock: FileClock) -> None:
+    """The server that was restarted was away during the leap."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        leap(file_clock, TEN_YEARS_S, one)
+        await put(one, "key", b"meanwhile")
+        leap(file_clock, 0.0, one, beats=BEATS_KEPT)
+        async with opened(tmp_path, "b") as late:
+            assert await get(late, "key") == b"meanwhile"
+        async with opened(tmp_path, "b") as late:
+            assert late._clock.latest <= one._clock.latest
+            await put(late, "key", b"after")
+            await one.following.read_journals()
+            assert await get(one, "key") == b"after"
+
+
 def test_the_own_file_keeps_the_time_in_steps(tmp_path: Path, file_clock: FileClock) -> None:
     files = SharedFiles(tmp_path, "ab" * 6, 16, Disk())
     (tmp_path / "writers" / ("ab" * 6)).mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import math
 import os
@@ -356,6 +357,74 @@ async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monke
             assert await bed.read() is None
             assert bed.landing.used_bytes > 0  # the call may still write there
             assert not bed.remote.store.is_usable
+        await until(lambda: bed.landing.used_bytes == 0)
+
+
+class LateMooncake:
+    """Reads of `store` end with an error after a minute, as Mooncake's do where an owner is slow; its bytes come later,
+    with `late`.
+    """
+
+    def __init__(self, clock: PlayedClock, took_s: float = 60.0) -> None:
+        self._clock, self._took_s = clock, took_s
+        self._spans: list[tuple[int, int]] = []
+
+    async def get(self, _: str, spans: Sequence[tuple[int, int]]) -> int:
+        self._clock.now_s += self._took_s
+        self._spans += spans[1:]
+        return -800
+
+    def come(self) -> None:
+        for address, nbytes in self._spans:
+            ctypes.memset(address, ord("!"), nbytes)
+
+
+async def test_memory_that_late_bytes_may_come_into_is_given_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", clock := PlayedClock())
+    async with made() as bed:
+        late = LateMooncake(clock)
+        monkeypatch.setattr(bed.store, "get", late.get)
+        assert await bed.read() is None
+        other = bed.landed(b"2" * NBYTES)
+        late.come()
+        assert bytes(other.view) == b"2" * NBYTES
+        other.release()
+        assert bed.landing.used_bytes > 0
+
+
+@pytest.mark.parametrize(("code", "took_s"), [(-800, 1.0), (-704, 60.0), (-703, 60.0), (-200, 60.0)])
+async def test_memory_is_free_at_once_where_nothing_moves_any_more(
+    code: int, took_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "time", clock := PlayedClock())
+
+    async def get(*_: object) -> int:
+        clock.now_s += took_s
+        return code
+
+    async with made() as bed:
+        monkeypatch.setattr(bed.store, "get", get)
+        assert await bed.read() is None
+        await until(lambda: bed.landing.used_bytes == 0)
+
+
+async def test_a_client_that_late_bytes_take_much_memory_from_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", clock := PlayedClock())
+    async with made() as bed:
+        monkeypatch.setattr(bed.store, "get", LateMooncake(clock).get)
+
+        async def close() -> None:
+            bed.store.is_running = False
+
+        monkeypatch.setattr(bed.store, "close", close)
+        bound_bytes = module.KEPT_FRACTION * (8 << 20)
+        while bed.remote.store.kept_bytes <= bound_bytes:
+            assert bed.store.is_running
+            bed.remote.store._breaker.succeeded()
+            assert await bed.read() is None
+        await until(lambda: not bed.store.is_running)
+        bed.remote.store._breaker.succeeded()
+        assert not bed.remote.store.is_usable  # and joins again
         await until(lambda: bed.landing.used_bytes == 0)
 
 
