@@ -33,6 +33,7 @@ from bench.experiments.concurrency import show as concurrency
 from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.growth import show as growth
+from bench.experiments.lmcache import show as lmcache
 from bench.experiments.orchestrator.run import show as orchestrator
 from bench.experiments.replacing import show as replacing
 from bench.experiments.s3.results import show as s3
@@ -206,6 +207,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "engine": ("engine", _of(engine, "engine")),
     "advised": ("engine-advised", _of(engine, "advised")),
     "tier": ("engine-tier", _of(engine, "tier")),
+    "beside": ("engine-beside", _of(engine, "beside")),
+    "lmcache": ("lmcache", _of(lmcache, "lmcache")),
     "stated": ("engine-stated", _of(engine, "stated")),
     "s3": ("s3", _of(s3, "s3")),
     "ladder": ("ladder", _of(ladder, "ladder")),

@@ -261,9 +261,10 @@ class Evictor(Watcher):
                 self._wake.set()
 
     async def _step(self) -> bool:
-        """Evict what there is no room for. Returns whether anything was to leave."""
+        """Evict what there is no room for. Returns whether anything was to leave, or to be encoded."""
         self.caches.derive_capacities()
         victims, wanted = await self._io.run(self._kept)
+        given_up: list[Replacement] = []
         if self.replacements is not None:
             given_up = self.replacements.set_aside(wanted)
             given_up += [each for lack in self.caches.lacking() for each in self.replacements.give_up(*lack)]
@@ -280,7 +281,10 @@ class Evictor(Watcher):
                 raise
         if self._bound.waiting_bytes and self._space.dying_bytes:
             self._sync_soon()
-        if not victims and self.caches.hopeless(has_changes=self.news.has_changes):
+        if given_up:  # those that have children stay as they were: others are to leave
+            self._want()
+        has_acted = bool(victims or wanted or given_up)
+        if not has_acted and self.caches.hopeless(has_changes=self.news.has_changes):
             for _ in range(2):  # the committer gives back what has ended without a row before it takes the next change
                 await self._change(lambda tx: None)
             for bound in self.caches.hopeless(has_changes=self.news.has_changes):
@@ -288,7 +292,7 @@ class Evictor(Watcher):
                 # what readers gave up just now comes back
                 if not waits_for_readers and bound in self.caches.hopeless(has_changes=self.news.has_changes):
                     bound.refuse()
-        return bool(victims)
+        return has_acted
 
     def _kept(self) -> tuple[list[Victim], list[Replacement]]:
         """Bring the books up to date, and take what leaves out of them; also what is to be encoded. Runs in the

@@ -13,13 +13,9 @@ from bench import results
 from bench.cli import EXPERIMENTS
 from bench.figures import load
 
-UNPUBLISHED = {"engine-beside"}
-"""Results that wait for a quiet machine: their figures are of steps of milliseconds."""
-
 
 def test_every_published_result_has_its_command() -> None:
-    assert set(load()) <= set(results.RUNS)
-    assert set(results.RUNS) - set(load()) <= UNPUBLISHED
+    assert set(results.RUNS) == set(load())
 
 
 def test_a_result_that_was_measured_is_not_measured_again(
