@@ -95,23 +95,31 @@ class Replacements:
         while True:
             self._wake.clear()
             while self._aside:
+                replacement = next(iter(self._aside.values()))
                 try:
-                    await self._replace(next(iter(self._aside.values())))
-                except Exception:
-                    _log.exception("replacing failed; it is tried again")
+                    await self._replace(replacement)
+                except Exception:  # the next one may be better
+                    _log.exception("%s/%s was not encoded", replacement.bucket, replacement.key)
                     await asyncio.sleep(PAUSE_S)
+                finally:
+                    if self._aside.get(replacement.name) is replacement:
+                        self._drop(replacement.name)
             await self._wake.wait()
 
     async def _replace(self, replacement: Replacement) -> None:
-        made = await self._replacer.encoded(replacement, self._caches[replacement.bucket])
-        is_put = made is not None and await self._replacer.put(
-            replacement.bucket, made, partial(self._taken, replacement)
-        )
-        if self._aside.get(replacement.name) is replacement:
-            self._drop(replacement.name)
-        if not is_put:
-            await self._keep(replacement, is_refused=made is None)
-            self._want()
+        is_refused = True
+        try:
+            made = await self._replacer.encoded(replacement, self._caches[replacement.bucket])
+            is_refused = made is None
+            if made is not None and await self._replacer.put(
+                replacement.bucket, made, partial(self._taken, replacement)
+            ):
+                return
+        except Exception:
+            await self._keep(replacement, is_refused=is_refused)
+            raise
+        await self._keep(replacement, is_refused=is_refused)
+        self._want()
 
     @asynccontextmanager
     async def _taken(self, replacement: Replacement) -> AsyncIterator[bool]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from objectcache.kv_codecs.layer import Codec
+from storage_server.cache import replacements
 from storage_server.cache.replacements import Replacements
 from storage_server.cache.rules.entry import Entry
 from storage_server.cache.rules.replacing import Replacement
@@ -137,3 +138,20 @@ async def test_what_was_given_up_is_not_put() -> None:
     bed.go.set()
     await bed.run()
     assert (bed.put_versions, bed.kept) == ([], [("a", False)])
+
+
+async def test_one_that_fails_in_a_way_that_nobody_expects_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = Bed()
+    bed.go.set()
+    monkeypatch.setattr(replacements, "PAUSE_S", 0.0)
+    original = bed.encoded
+
+    async def encoded(replacement: Replacement, cache: CacheSettings) -> Any:
+        if replacement.key == "a":
+            raise RuntimeError("played")
+        return await original(replacement, cache)
+
+    bed.encoded = encoded  # type: ignore[method-assign]
+    bed.replacements.set_aside([wanted("a", 1), wanted("b", 2)])
+    await bed.run()
+    assert (bed.kept, bed.put_versions, bed.replacements.nbytes) == ([("a", True)], [2], 0)
