@@ -28,12 +28,21 @@ own for longer, or for ever, hold up no request and no stop.
 Found = list[tuple[Any, ...]]
 
 
+class _Running:
+    """One lookup, and how many wait for it."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Found]
+        self.waiting_count = 0
+        self.has_place = False
+
+
 class NameLookups:
     """At most `names_max` lookups at once. Their threads keep no process from ending. Used on one event loop."""
 
     def __init__(self, names_max: int) -> None:
         self._places = asyncio.Semaphore(names_max)
-        self._running: dict[tuple[Any, ...], asyncio.Task[Found]] = {}
+        self._running: dict[tuple[Any, ...], _Running] = {}
         """One for each name: a name that hangs takes one place, however often it is asked for."""
 
     async def find(
@@ -52,18 +61,31 @@ class NameLookups:
         name = (host, port, family, kind, protocol, flags)
         running = self._running.get(name)
         if running is None:
-            running = self._running[name] = asyncio.create_task(self._found(host, partial(look_up, flags)))
-            running.add_done_callback(lambda _: self._running.pop(name))
-            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            running = self._running[name] = _Running()
+            running.task = asyncio.create_task(self._found(host, partial(look_up, flags), running))
+            running.task.add_done_callback(partial(self._ended_for, name, running))
+        running.waiting_count += 1
         try:
             async with asyncio.timeout(NAME_WAIT_S):
-                return await asyncio.shield(running)
+                return await asyncio.shield(running.task)
         except TimeoutError:
             raise _not_found(host) from None
+        finally:
+            running.waiting_count -= 1
+            if not running.waiting_count and not running.has_place:
+                running.task.cancel()  # nobody waits for it: it leaves the line
+                self._ended_for(name, running, running.task)
 
-    async def _found(self, host: Any, work: Callable[[], Found]) -> Found:
+    def _ended_for(self, name: tuple[Any, ...], running: _Running, done: asyncio.Task[Found]) -> None:
+        if self._running.get(name) is running:
+            del self._running[name]
+        if done.done() and not done.cancelled():
+            done.exception()  # whoever waits has it
+
+    async def _found(self, host: Any, work: Callable[[], Found], running: _Running) -> Found:
         loop = asyncio.get_running_loop()
         await self._places.acquire()
+        running.has_place = True
         found: asyncio.Future[Found] = loop.create_future()
         try:
             Thread(

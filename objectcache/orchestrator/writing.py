@@ -240,8 +240,8 @@ class Writing:
             sessions, self._sessions = self._sessions, OrderedDict()
             if not changes and not sessions:
                 return
+            self._written |= changes.keys()  # also while it hangs: it may come into the file later
             failed = await self._in_thread(self._write, changes, sessions)
-            self._written |= changes.keys()
             if not failed:
                 self.failure_count = 0
                 return

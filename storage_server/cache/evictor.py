@@ -267,7 +267,9 @@ class Evictor(Watcher):
         given_up: list[Replacement] = []
         if self.replacements is not None:
             given_up = self.replacements.set_aside(wanted)
-            given_up += [each for lack in self.caches.lacking() for each in self.replacements.give_up(*lack)]
+            for lack_bytes, bucket in self.caches.lacking():
+                leaving_bytes = sum(each.entry.nbytes for each in victims if bucket in (None, each.bucket))
+                given_up += self.replacements.give_up(lack_bytes - leaving_bytes, bucket)
             try:
                 victims += await self.evictions.given_up(given_up)
             except BaseException:

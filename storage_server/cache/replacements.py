@@ -18,6 +18,8 @@ from storage_server.cache.rules.replacing import Replacement
 from storage_server.settings import CacheSettings
 
 PAUSE_S = 1.0
+MISSES_MAX = 3
+"""After so many in a row that could not be put, as on a full disk, the next ones leave rather, with pauses."""
 _log = logging.getLogger(__name__)
 Replacing = Callable[[Replacement], AbstractAsyncContextManager[bool]]
 """Whether an object may be replaced; while the block runs no lookup promises it."""
@@ -54,6 +56,8 @@ class Replacements:
         self._keep = keep
         self._want = want
         self._aside: dict[Name, Replacement] = {}
+        self._misses = 0
+        """Those in a row that were encoded, and could not be put."""
         self._wake = asyncio.Event()
 
     def set_aside(self, wanted: Sequence[Replacement]) -> list[Replacement]:
@@ -114,12 +118,17 @@ class Replacements:
             if made is not None and await self._replacer.put(
                 replacement.bucket, made, partial(self._taken, replacement)
             ):
+                self._misses = 0
                 return
         except Exception:
             await self._keep(replacement, is_refused=is_refused)
             raise
-        await self._keep(replacement, is_refused=is_refused)
+        self._misses += not is_refused
+        is_hopeless = self._misses > MISSES_MAX
+        await self._keep(replacement, is_refused=is_refused or is_hopeless)
         self._want()
+        if is_hopeless and not is_refused:
+            await asyncio.sleep(PAUSE_S)
 
     @asynccontextmanager
     async def _taken(self, replacement: Replacement) -> AsyncIterator[bool]:

@@ -142,6 +142,28 @@ def test_a_name_that_hangs_takes_one_place(name_server: threading.Event, monkeyp
     run(story())
 
 
+def test_lookups_that_nobody_waits_for_any_more_leave_the_line(
+    name_server: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may name hosts would keep others' names waiting behind many that hang."""
+    monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 0.01)
+
+    async def story() -> None:
+        lookups = NameLookups(1)
+        for number in range(20):
+            with pytest.raises(OSError, match="no name server has answered"):
+                await lookups.find(f"store{number}{HUNG}", 80)
+        monkeypatch.setattr(name_lookups, "NAME_WAIT_S", 60.0)
+        waiting = asyncio.create_task(lookups.find("localhost", 80, kind=socket.SOCK_STREAM))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert len(asyncio.all_tasks()) <= 4  # this one, the one that waits, its lookup, and the first lookup
+        name_server.set()
+        assert (await waiting)[0][4][1] == 80
+
+    run(story())
+
+
 def test_threads_that_wait_for_one_name_share_its_lookup(name_server: threading.Event) -> None:
     name = NameForThreads(f"store{HUNG}", 80)
     for _ in range(3):

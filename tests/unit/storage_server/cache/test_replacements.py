@@ -155,3 +155,23 @@ async def test_one_that_fails_in_a_way_that_nobody_expects_holds_up_no_other(mon
     bed.replacements.set_aside([wanted("a", 1), wanted("b", 2)])
     await bed.run()
     assert (bed.kept, bed.put_versions, bed.replacements.nbytes) == ([("a", True)], [2], 0)
+
+
+async def test_where_nothing_can_be_put_objects_are_refused_the_codec_so_that_they_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a full disk each was encoded again and again, for ever and without a pause."""
+    bed = Bed(has_room=False)
+    monkeypatch.setattr(replacements, "PAUSE_S", 0.0)
+    for number in range(5):
+        bed.replacements.set_aside([wanted(f"{number}")])
+        await bed.run()
+    assert bed.kept == [(f"{number}", number >= replacements.MISSES_MAX) for number in range(5)]
+    bed.has_room = True
+    bed.go.set()
+    bed.replacements.set_aside([wanted("a")])
+    await bed.run()
+    bed.has_room = False
+    bed.replacements.set_aside([wanted("b")])
+    await bed.run()
+    assert (bed.put_versions, bed.kept[-1]) == ([1], ("b", False))
