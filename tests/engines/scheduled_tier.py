@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from nixl_client.connectors.vllm.rowwise import over_tier
+from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS
 from tests.engines.scheduled import Facts
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
-__all__ = ["reset_of_a_tier", "stores_of_bounded_requests"]
+__all__ = [
+    "reset_of_a_tier",
+    "stores_of_bounded_requests",
+    "uses_of_an_engine_without_cards",
+]
 WAIT_S = 60.0
 
 
@@ -41,6 +47,24 @@ def reset_of_a_tier(folder: Path) -> Facts:
         return [tier.space.prefix != before, first, tier.lookup(key, running).name, ended[0], ended[1]]
 
 
+def uses_of_an_engine_without_cards(folder: Path, told: bool | None, is_named: bool) -> Facts:
+    """No worker has left a card, and `told` is what the connector says of adapters. With `is_named` it says how
+    the blocks of the request are named, too: what a lookup says, and how many chunks would be stored.
+    """
+    with _manager(folder, told) as manager:
+        (tier,) = manager.secondary_tiers
+        taken: list[Any] = []
+        tier.traffic.store = taken.append
+        key, context = make_offload_key(b"\1" * 32, 0), ReqContext("one")
+        tier.on_new_request(context)
+        if is_named:
+            tier.name_blocks("one", lambda block_hash: block_hash)
+        found = tier.lookup(key, context).name
+        context.set_offload_key_position(key, 32)
+        tier.submit_store(TransferJob(0, [key], np.arange(1), False, context))
+        return [found, sum(len(job.keys) for job in taken)]
+
+
 def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:
     """Requests with these `max_offload_tokens`, each with chunks that end after 32, 64 and 96 tokens in the slots 0, 1
     and 2: the slots that the tier would store.
@@ -61,10 +85,13 @@ def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:
 
 
 @contextlib.contextmanager
-def _manager(folder: Path) -> Iterator[Any]:
+def _manager(folder: Path, told: bool | None = False) -> Iterator[Any]:
     config = engine_config(folder, Setup(options={"staging_bytes": 4 << 20}))
     rows = build_offloading_config(over_tier(config), cache_config(config))
-    manager: Any = OffloadingSpecFactory.create_spec(rows).get_manager()
+    extra = {name: value for name, value in rows.extra_config.items() if name != HAS_ADAPTERS}
+    if told is not None:
+        extra[HAS_ADAPTERS] = told
+    manager: Any = OffloadingSpecFactory.create_spec(replace(rows, extra_config=extra)).get_manager()
     try:
         yield manager
     finally:

@@ -20,6 +20,15 @@ BlockNames = Callable[[bytes], bytes | None]
 """From vLLM's hash of a block to the hash that the store has it by; None where its bytes are not known."""
 
 
+def may_have_adapters(told: object, said_by_cards: Sequence[bool]) -> bool:
+    """Whether blocks may be of an adapter. `told` is what the connector says, and the cards of workers what each says;
+    where none has spoken they may.
+    """
+    if told is None and not said_by_cards:
+        return True
+    return bool(told) or any(said_by_cards)
+
+
 class HashedRequest(Protocol):
     """vLLM's request, which grows."""
 

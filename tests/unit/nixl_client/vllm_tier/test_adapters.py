@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes
+import pytest
+
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, may_have_adapters
 
 BLOCK = 4
 
@@ -89,3 +91,21 @@ def test_a_request_whose_tokens_change_has_no_more_names() -> None:
     request.all_token_ids, request.block_hashes = [], []
     request.say(range(50, 70))
     assert [names(block) for block in request.block_hashes] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "wanted"),
+    [
+        (None, [], True),
+        (None, [False, False], False),
+        (None, [False, True], True),
+        (False, [], False),
+        (True, [], True),
+        (False, [True], True),
+        (True, [False], True),
+    ],
+)
+def test_where_nobody_says_that_there_are_no_adapters_there_may_be(
+    told: bool | None, said: list[bool], wanted: bool
+) -> None:
+    assert may_have_adapters(told, said) == wanted
