@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from nixl_client.connectors.vllm.rowwise import over_tier
 from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes
 from tests.engines.scheduled import Facts
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
 __all__ = [
+    "jobs_of_an_adapter_that_changes",
     "reset_of_a_tier",
     "stores_of_bounded_requests",
     "uses_of_an_engine_without_cards",
@@ -63,6 +66,28 @@ def uses_of_an_engine_without_cards(folder: Path, told: bool | None, is_named: b
         context.set_offload_key_position(key, 32)
         tier.submit_store(TransferJob(0, [key], np.arange(1), False, context))
         return [found, sum(len(job.keys) for job in taken)]
+
+
+def jobs_of_an_adapter_that_changes(folder: Path) -> Facts:
+    """A request stores and loads a chunk before its adapter changes and after: how many jobs went to the store each
+    time, and what a lookup says in the end.
+    """
+    with _manager(folder, True) as manager:
+        (tier,) = manager.secondary_tiers
+        taken: list[Any] = []
+        tier.traffic.store = tier.traffic.load = taken.append
+        request, is_current = SimpleNamespace(block_hashes=[b"\1" * 32]), [True]
+        key, context = make_offload_key(request.block_hashes[0], 0), ReqContext("one")
+        tier.on_new_request(context)
+        tier.name_blocks("one", AdapterHashes(request, lambda _: [b"\2" * 32], "sum", lambda: is_current[0]))
+        context.set_offload_key_position(key, 32)
+        counts = []
+        for job_id in (0, 2):
+            tier.submit_store(TransferJob(job_id, [key], np.arange(1), False, context))
+            tier.submit_load(TransferJob(job_id + 1, [key], np.arange(1), True, context))
+            counts.append(len(taken))
+            is_current[0] = False
+        return [*counts, tier.lookup(key, context).name]
 
 
 def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:

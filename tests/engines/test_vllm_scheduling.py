@@ -255,6 +255,10 @@ def test_without_cards_nothing_is_cached_that_could_be_of_an_adapter(
     assert player.play("uses_of_an_engine_without_cards", told=told, is_named=is_named) == wanted
 
 
+def test_nothing_of_an_adapter_that_has_changed_is_stored_or_loaded(player: Player) -> None:
+    assert player.play("jobs_of_an_adapter_that_changes") == [2, 2, "MISS"]
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 def test_a_request_that_got_an_image_later_is_not_written(player: Player, has_image: bool) -> None:
     """Token ids say nothing of the image in their place."""

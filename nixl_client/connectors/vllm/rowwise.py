@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -77,9 +78,12 @@ class RowwiseConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         lora = request.lora_request
         if lora is None:
             return lambda block_hash: block_hash
-        contents = self._adapters.contents(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        look = partial(self._adapters.contents, lora.lora_int_id, lora.lora_name, lora.lora_path)
+        contents = look()
         hasher = getattr(request, "_block_hasher", None)  # the engine's own, which no public name has
-        return None if contents is None or hasher is None else AdapterHashes(request, hasher, contents)
+        if contents is None or hasher is None:
+            return None
+        return AdapterHashes(request, hasher, contents, lambda: look() == contents)
 
 
 RowwiseConnector.__name__ = NAME

@@ -38,7 +38,7 @@ from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
 from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
 from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS, TierOptions
-from nixl_client.connectors.vllm_tier.rules.adapters import BlockNames, may_have_adapters
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, BlockNames, may_have_adapters
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
 from nixl_client.connectors.vllm_tier.rules.naming import GROUP_BYTES, TierSpace, group_of
 from nixl_client.connectors.vllm_tier.rules.published import HASHING, TIER_INFO, TIER_LABELS, CacheGroup, tier_labels
@@ -297,6 +297,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         if store_tokens is not None:
             vllm_keys = [key for key in vllm_keys if 0 < (position(key) or 0) <= store_tokens]
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        names = self._block_names.get(job.req_context.req_id)
+        if isinstance(names, AdapterHashes):
+            names.check()
         named = [self._stored_as(key, job.req_context.req_id) for key in vllm_keys]
         keys = tuple(key for key in named if key is not None)
         if len(keys) < len(vllm_keys):
