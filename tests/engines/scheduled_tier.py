@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,17 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from nixl_client.connectors.vllm.rowwise import over_tier
+from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes
 from tests.engines.scheduled import Facts
 from tests.engines.scheduled_config import Setup, cache_config, engine_config
 
-__all__ = ["reset_of_a_tier", "stores_of_bounded_requests"]
+__all__ = [
+    "jobs_of_an_adapter_that_changes",
+    "reset_of_a_tier",
+    "stores_of_bounded_requests",
+    "uses_of_an_engine_without_cards",
+]
 WAIT_S = 60.0
 
 
@@ -41,6 +50,46 @@ def reset_of_a_tier(folder: Path) -> Facts:
         return [tier.space.prefix != before, first, tier.lookup(key, running).name, ended[0], ended[1]]
 
 
+def uses_of_an_engine_without_cards(folder: Path, told: bool | None, is_named: bool) -> Facts:
+    """No worker has left a card, and `told` is what the connector says of adapters. With `is_named` it says how
+    the blocks of the request are named, too: what a lookup says, and how many chunks would be stored.
+    """
+    with _manager(folder, told) as manager:
+        (tier,) = manager.secondary_tiers
+        taken: list[Any] = []
+        tier.traffic.store = taken.append
+        key, context = make_offload_key(b"\1" * 32, 0), ReqContext("one")
+        tier.on_new_request(context)
+        if is_named:
+            tier.name_blocks("one", lambda block_hash: block_hash)
+        found = tier.lookup(key, context).name
+        context.set_offload_key_position(key, 32)
+        tier.submit_store(TransferJob(0, [key], np.arange(1), False, context))
+        return [found, sum(len(job.keys) for job in taken)]
+
+
+def jobs_of_an_adapter_that_changes(folder: Path) -> Facts:
+    """A request stores and loads a chunk before its adapter changes and after: how many jobs went to the store each
+    time, and what a lookup says in the end.
+    """
+    with _manager(folder, True) as manager:
+        (tier,) = manager.secondary_tiers
+        taken: list[Any] = []
+        tier.traffic.store = tier.traffic.load = taken.append
+        request, is_current = SimpleNamespace(block_hashes=[b"\1" * 32]), [True]
+        key, context = make_offload_key(request.block_hashes[0], 0), ReqContext("one")
+        tier.on_new_request(context)
+        tier.name_blocks("one", AdapterHashes(request, lambda _: [b"\2" * 32], "sum", lambda: is_current[0]))
+        context.set_offload_key_position(key, 32)
+        counts = []
+        for job_id in (0, 2):
+            tier.submit_store(TransferJob(job_id, [key], np.arange(1), False, context))
+            tier.submit_load(TransferJob(job_id + 1, [key], np.arange(1), True, context))
+            counts.append(len(taken))
+            is_current[0] = False
+        return [*counts, tier.lookup(key, context).name]
+
+
 def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:
     """Requests with these `max_offload_tokens`, each with chunks that end after 32, 64 and 96 tokens in the slots 0, 1
     and 2: the slots that the tier would store.
@@ -61,10 +110,13 @@ def stores_of_bounded_requests(folder: Path, bounds: list[int | None]) -> Facts:
 
 
 @contextlib.contextmanager
-def _manager(folder: Path) -> Iterator[Any]:
+def _manager(folder: Path, told: bool | None = False) -> Iterator[Any]:
     config = engine_config(folder, Setup(options={"staging_bytes": 4 << 20}))
     rows = build_offloading_config(over_tier(config), cache_config(config))
-    manager: Any = OffloadingSpecFactory.create_spec(rows).get_manager()
+    extra = {name: value for name, value in rows.extra_config.items() if name != HAS_ADAPTERS}
+    if told is not None:
+        extra[HAS_ADAPTERS] = told
+    manager: Any = OffloadingSpecFactory.create_spec(replace(rows, extra_config=extra)).get_manager()
     try:
         yield manager
     finally:

@@ -239,6 +239,26 @@ def test_after_a_reset_a_tier_has_nothing_and_requests_that_ran_before_store_not
     assert (is_skipped, is_stored) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("told", "is_named", "wanted"),
+    [
+        (None, False, ["MISS", 0]),
+        (True, False, ["MISS", 0]),
+        (True, True, ["RETRY", 1]),
+        (False, False, ["RETRY", 1]),
+    ],
+)
+def test_without_cards_nothing_is_cached_that_could_be_of_an_adapter(
+    player: Player, told: bool | None, is_named: bool, wanted: list[str | int]
+) -> None:
+    """As beside vLLM's own spec, or where there is no room for a card."""
+    assert player.play("uses_of_an_engine_without_cards", told=told, is_named=is_named) == wanted
+
+
+def test_nothing_of_an_adapter_that_has_changed_is_stored_or_loaded(player: Player) -> None:
+    assert player.play("jobs_of_an_adapter_that_changes") == [2, 2, "MISS"]
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 def test_a_request_that_got_an_image_later_is_not_written(player: Player, has_image: bool) -> None:
     """Token ids say nothing of the image in their place."""

@@ -384,11 +384,15 @@ def test_vllms_own_spec_stores_what_one_group_uses(engines: Engines, reference: 
         ],
     }
     for is_warm in (False, True):
-        with engines.tiered(stock) as engine:
+        with engines.cached(stock) as engine:
             outcome = engine.generate(PROMPTS[:3])
             assert outcome.tokens == reference.tokens(PROMPTS[:3])
             assert (outcome.count("loaded_chunks") > 0) == is_warm
             engine.stop()
+    with engines.tiered(stock) as engine:
+        engine.generate(ONE)
+        assert engine.has_said("IS NOT USED: with LoRA, which this engine may have")
+        engine.stop()
 
 
 @FULL

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from nixl_client.connectors.compute_fit import NO_WORK, Work
@@ -215,10 +215,19 @@ class SchedulerLedger:
         tracked.admitted_tokens = token_count
         return True
 
-    def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
+    def computed(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        token_count: int,
+        block_ids: Sequence[int],
+        *,
+        is_sure: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Steps that are over have computed the first `token_count` of `tokens`, which are in these blocks: write the
         chunks that are missing. Nothing is written before the engine counts a token more than the request was let in
-        with: until then a load for this request, or for another one, may still be filling the blocks.
+        with: until then a load for this request, or for another one, may still be filling the blocks. Where something
+        is missing, `is_sure` says whether the blocks hold what the keys say.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.matched_chunks is None or not self._is_storing:
@@ -226,6 +235,9 @@ class SchedulerLedger:
         if tracked.admitted_tokens is None or token_count <= tracked.admitted_tokens:
             return
         end_chunk = min(token_count, len(tokens)) // self._grid.chunk_tokens
+        first_chunk = min(tracked.next_chunk, end_chunk if tracked.bad_chunk is None else tracked.bad_chunk)
+        if first_chunk >= end_chunk or not is_sure():
+            return
         if tracked.bad_chunk is not None and tracked.bad_chunk < end_chunk:
             self._store(request_id, tracked, tokens, block_ids, (tracked.bad_chunk, tracked.bad_chunk + 1), True)
             self._bad_until_s.pop(tracked.chains[0].keys(tokens, tracked.bad_chunk + 1)[-1], None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -19,10 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from nixl_client.connectors.vllm.engine import UncacheableError, lora_settings
 from nixl_client.connectors.vllm.plugin import NAME, TIER_MODULE
-from nixl_client.connectors.vllm.tier_options import names_tier, tier_options
+from nixl_client.connectors.vllm.tier_options import names_tier, tier_options, without_stores
 from nixl_client.connectors.vllm.weights import Adapters
-from nixl_client.connectors.vllm_tier.options import NAMES_ADAPTERS
+from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS
 from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, BlockNames
+from nixl_client.connectors.vllm_tier.tier import ObjectCacheTier
 
 
 class RowwiseConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -45,7 +47,7 @@ class RowwiseConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         """A request has come: the tier is told how the store names its blocks, where that is known."""
         names = self._block_names(request)
         if names is not None:
-            for tier in self.scheduler.manager.secondary_tiers:
+            for tier in self._tiers:
                 tier.name_blocks(request.request_id, names)
         super().on_new_request(request)
 
@@ -62,18 +64,26 @@ class RowwiseConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
     def reset_cache(self) -> bool:
         """Have nothing of what is stored, as if the weights were others: they may be."""
         super().reset_cache()
-        for tier in self.scheduler.manager.secondary_tiers:
+        for tier in self._tiers:
             tier.renew()
         return True
+
+    @property
+    def _tiers(self) -> list[ObjectCacheTier]:
+        """Ours among the engine's tiers."""
+        return [tier for tier in self.scheduler.manager.secondary_tiers if isinstance(tier, ObjectCacheTier)]
 
     def _block_names(self, request: Any) -> BlockNames | None:
         """The names of the request's blocks; None where the contents of its adapter are not known."""
         lora = request.lora_request
         if lora is None:
             return lambda block_hash: block_hash
-        contents = self._adapters.contents(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        look = partial(self._adapters.contents, lora.lora_int_id, lora.lora_name, lora.lora_path)
+        contents = look()
         hasher = getattr(request, "_block_hasher", None)  # the engine's own, which no public name has
-        return None if contents is None or hasher is None else AdapterHashes(request, hasher, contents)
+        if contents is None or hasher is None:
+            return None
+        return AdapterHashes(request, hasher, contents, lambda: look() == contents)
 
 
 RowwiseConnector.__name__ = NAME
@@ -87,11 +97,11 @@ def over_tier(vllm_config: Any) -> Any:
     transfer = copy.copy(vllm_config.kv_transfer_config)
     extra = transfer.kv_connector_extra_config
     if names_tier(extra):
-        config = {"spec_module_path": TIER_MODULE, **extra, **({} if transfer.is_kv_producer else {"store": False})}
+        config = {"spec_module_path": TIER_MODULE, **(extra if transfer.is_kv_producer else without_stores(extra))}
     else:
         workers = vllm_config.parallel_config.world_size
         config = tier_options(extra, workers, is_storing=transfer.is_kv_producer)
-    transfer.kv_connector_extra_config = {**config, NAMES_ADAPTERS: True}
+    transfer.kv_connector_extra_config = {**config, HAS_ADAPTERS: vllm_config.lora_config is not None}
     changed = copy.copy(vllm_config)
     changed.kv_transfer_config = transfer
     return changed

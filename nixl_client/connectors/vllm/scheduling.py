@@ -234,7 +234,13 @@ class SchedulerSide:
         store_tokens = transfer_limits(request.kv_transfer_params).store_tokens
         if store_tokens is not None:
             held_tokens = min(held_tokens, store_tokens)
-        self._ledger.computed(request.request_id, request.all_token_ids, held_tokens, block_ids)
+        self._ledger.computed(
+            request.request_id,
+            request.all_token_ids,
+            held_tokens,
+            block_ids,
+            is_sure=lambda: self._adapter(request.lora_request) is not None,
+        )
 
     def _is_looked_up(self, tracked: Tracked, request: EngineRequest) -> bool:
         now_s = time.monotonic()

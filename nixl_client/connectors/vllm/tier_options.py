@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from nixl_client.connectors.vllm.options import VllmOptions
-from nixl_client.connectors.vllm.plugin import SPEC, TIER_MODULE
+from nixl_client.connectors.vllm.plugin import SPEC, TIER, TIER_MODULE
 from nixl_client.connectors.vllm_tier.options import EPOCH_CHARACTERS_MAX, PROMISED, TierOptions
 
 _OTHERWISE = {"epoch", "staging_bytes", "store"}
@@ -15,8 +15,14 @@ _OTHERWISE = {"epoch", "staging_bytes", "store"}
 
 
 def names_tier(extra: Mapping[str, object]) -> bool:
-    """Whether these are the tier's own options, as vLLM's OffloadingConnector takes them."""
-    return extra.get("spec_name") == SPEC
+    """Whether these are the tier's own options, as vLLM's OffloadingConnector takes them, with our spec or another."""
+    return extra.get("spec_name") == SPEC or any(map(_is_ours, _listed(extra)))
+
+
+def without_stores(extra: Mapping[str, object]) -> dict[str, object]:
+    """The tier's options for an engine that only loads."""
+    tiers = [{**each, "store": False} if _is_ours(each) else each for each in _listed(extra)]
+    return {**extra, "store": False, **({"secondary_tiers": tiers} if tiers else {})}
 
 
 def tier_options(extra: Mapping[str, object], worker_count: int, *, is_storing: bool) -> dict[str, object]:
@@ -37,6 +43,15 @@ def tier_options(extra: Mapping[str, object], worker_count: int, *, is_storing: 
     if options.staging_bytes:
         config["cpu_bytes_to_use"] = options.staging_bytes * worker_count
     return {"spec_name": SPEC, "spec_module_path": TIER_MODULE, **config}
+
+
+def _listed(extra: Mapping[str, object]) -> list[dict[str, object]]:
+    tiers = extra.get("secondary_tiers")
+    return [each for each in tiers if isinstance(each, dict)] if isinstance(tiers, list) else []
+
+
+def _is_ours(tier: Mapping[str, object]) -> bool:
+    return tier.get("type") == TIER
 
 
 def _epoch(model: str) -> str:

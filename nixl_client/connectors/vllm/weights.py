@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 class Adapters:
     """The contents of the adapters that an engine has used. Which weights it holds for one is not told, and vLLM tells
     KV of adapters apart by name and path: an adapter whose contents have changed since the engine first used its
-    number, or its name and path, is not known any more, for blocks of both may be mixed then.
+    number, or its name and path, is not known any more, for blocks of both may be mixed then; nor is any other that has
+    been asked for by one of these.
     """
 
     def __init__(self, settings: str = "") -> None:
@@ -34,13 +35,16 @@ class Adapters:
 
     def contents(self, adapter_id: int, name: str, path: str) -> str | None:
         """A digest that adapters share whose weights are equal and applied alike. None where the weights cannot be
-        read, and once they have changed.
+        read, and once they have changed. Files are read again only where their state is another.
         """
         try:
             found: str | None = self._fingerprint(Path(path).expanduser())
         except OSError:
             found = None
-        known = [self._known(key, found, path) for key in (adapter_id, (name, path))]
+        keys = (adapter_id, (name, path))
+        known = [self._known(key, found, path) for key in keys]
+        if any(key in self._first and self._first[key] is None for key in keys):
+            self._first.update((key, None) for key in keys if key in self._first)
         if found is None or None in known:
             return None
         return hashlib.sha256(f"{self._settings}\n{found}".encode()).hexdigest()

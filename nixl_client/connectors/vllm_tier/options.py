@@ -13,8 +13,8 @@ PROMISED = frozenset(
     {"endpoint", "bucket", "transport", "downlink_bytes_per_s", "load_timeout_s", "content_class", "store", "epoch"}
 )
 """The options that users have. The others are in `internals`, and may change with each version."""
-NAMES_ADAPTERS = "objectcache_names_adapters"
-"""Our connector sets this beside the options, since it tells the tier which adapter a request has."""
+HAS_ADAPTERS = "objectcache_has_adapters"
+"""Our connector sets this beside the options: whether the engine has LoRA. It also tells each request's adapter."""
 WAIT_MAX_S = 600
 EPOCH_CHARACTERS_MAX = 64
 

@@ -20,7 +20,7 @@ from descriptors.units import GIB, parse_bytes
 from nixl_client.connectors.vllm.engine import join_log
 from nixl_client.connectors.vllm_tier.engine import card_of
 from nixl_client.connectors.vllm_tier.host_worker import HostOffloadingWorker
-from nixl_client.connectors.vllm_tier.options import NAMES_ADAPTERS, PROMISED
+from nixl_client.connectors.vllm_tier.options import PROMISED
 from nixl_client.connectors.vllm_tier.region import OfferedRegion
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard
 
@@ -45,11 +45,6 @@ class ObjectCacheTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vL
         super().__init__(replace(config, extra_config=completed(dict(config.extra_config))))
         self._offered: OfferedRegion | None = None
         self._only_worker: OffloadingWorker | None = None
-
-    @property
-    def names_adapters(self) -> bool:
-        """Whether the connector tells the tier which adapter a request has: ours does, vLLM's does not."""
-        return bool(self.config.extra_config.get(NAMES_ADAPTERS))
 
     def get_manager(self) -> OffloadingManager:
         """For the scheduler."""

@@ -37,8 +37,8 @@ from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.naming import short_name
 from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
 from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
-from nixl_client.connectors.vllm_tier.options import TierOptions
-from nixl_client.connectors.vllm_tier.rules.adapters import BlockNames
+from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS, TierOptions
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, BlockNames, may_have_adapters
 from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
 from nixl_client.connectors.vllm_tier.rules.naming import GROUP_BYTES, TierSpace, group_of
 from nixl_client.connectors.vllm_tier.rules.published import HASHING, TIER_INFO, TIER_LABELS, CacheGroup, tier_labels
@@ -101,13 +101,15 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         config = offloading_spec.config
         row_bytes = self.block_size_bytes
         self._forms = _forms(config, cards, row_bytes)
-        self._has_adapters = any(card.has_adapters for card in cards)
+        told = config.extra_config.get(HAS_ADAPTERS)
+        self._has_adapters = may_have_adapters(told, [card.has_adapters for card in cards])
         self._block_names: dict[str, BlockNames] = {}
         """The requests of an engine with adapters whose adapter is known."""
-        if self._has_adapters and not getattr(offloading_spec, "names_adapters", False):
+        if self._has_adapters and told is None:
             _log.warning(
-                "ObjectCache IS NOT USED: with LoRA vLLM names an adapter's KV by its path, not by its weights; use"
-                " kv_connector ObjectCacheConnector, with the same options"
+                "ObjectCache IS NOT USED: with LoRA%s vLLM names an adapter's KV by its path, not by its weights; use"
+                " kv_connector ObjectCacheConnector, with the same options",
+                "" if cards else ", which this engine may have,",
             )
         self._space = _space(config, cards, self._forms, row_bytes, self._options.epoch)
         self.traffic = TierTraffic(
@@ -295,6 +297,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         if store_tokens is not None:
             vllm_keys = [key for key in vllm_keys if 0 < (position(key) or 0) <= store_tokens]
         slots = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        names = self._block_names.get(job.req_context.req_id)
+        if isinstance(names, AdapterHashes):
+            names.check()
         named = [self._stored_as(key, job.req_context.req_id) for key in vllm_keys]
         keys = tuple(key for key in named if key is not None)
         if len(keys) < len(vllm_keys):

@@ -20,6 +20,15 @@ BlockNames = Callable[[bytes], bytes | None]
 """From vLLM's hash of a block to the hash that the store has it by; None where its bytes are not known."""
 
 
+def may_have_adapters(told: object, said_by_cards: Sequence[bool]) -> bool:
+    """Whether blocks may be of an adapter. `told` is what the connector says, and the cards of workers what each says;
+    where none has spoken they may.
+    """
+    if told is None and not said_by_cards:
+        return True
+    return bool(told) or any(said_by_cards)
+
+
 class HashedRequest(Protocol):
     """vLLM's request, which grows."""
 
@@ -53,19 +62,34 @@ class AdapterHashes:
     asked for.
     """
 
-    def __init__(self, request: HashedRequest, hasher: Hasher, contents: str) -> None:
+    def __init__(
+        self, request: HashedRequest, hasher: Hasher, contents: str, is_current: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_current` says whether the adapter still has these contents."""
         self._request = request
         self._hasher = hasher
+        self._is_current = is_current
+        self._has_changed = False
         self._renamed = _Renamed(request, contents)
         self._by_vllm: dict[bytes, bytes] = {}
         self._last: bytes | None = None
 
     def __call__(self, block_hash: bytes) -> bytes | None:
-        """The hash by which the store has this block. None for a block that is not the request's."""
+        """The hash by which the store has this block. None for a block that is not the request's, and for all of them
+        once the adapter has changed.
+        """
+        if self._has_changed:
+            return None
         found = self._by_vllm.get(block_hash)
         if found is None and self._grow():
             found = self._by_vllm.get(block_hash)
         return found
+
+    def check(self) -> None:
+        """Look whether the adapter has changed. To be called before bytes are stored or loaded: it reads no more than
+        the state of files, which is too much for each block.
+        """
+        self._has_changed = self._has_changed or not self._is_current()
 
     def _grow(self) -> bool:
         """Hash the blocks that have come since the last call; whether there are any. Tokens that a request has had may

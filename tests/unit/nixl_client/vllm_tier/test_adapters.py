@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes
+import pytest
+
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, may_have_adapters
 
 BLOCK = 4
 
@@ -89,3 +91,32 @@ def test_a_request_whose_tokens_change_has_no_more_names() -> None:
     request.all_token_ids, request.block_hashes = [], []
     request.say(range(50, 70))
     assert [names(block) for block in request.block_hashes] == [None] * 5
+
+
+def test_once_the_adapter_has_changed_no_block_has_a_name() -> None:
+    """What the worker computes from then on may be the other adapter's. It does not matter that it changes back."""
+    request, answers = asked("a", "/x/a", range(8)), [True, False, True]
+    names = AdapterHashes(request, hasher, "sum", lambda: answers.pop(0))
+    found = []
+    for _ in range(3):
+        names.check()
+        found.append([names(block) is not None for block in request.block_hashes])
+    assert found == [[True, True], [False, False], [False, False]]
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "wanted"),
+    [
+        (None, [], True),
+        (None, [False, False], False),
+        (None, [False, True], True),
+        (False, [], False),
+        (True, [], True),
+        (False, [True], True),
+        (True, [False], True),
+    ],
+)
+def test_where_nobody_says_that_there_are_no_adapters_there_may_be(
+    told: bool | None, said: list[bool], wanted: bool
+) -> None:
+    assert may_have_adapters(told, said) == wanted

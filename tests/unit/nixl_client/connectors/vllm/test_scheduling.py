@@ -424,6 +424,18 @@ class TestWeights:
         (path / "adapter_config.json").write_text('{"lora_alpha": 8}')
         assert adapters.contents(1, "x", str(path)) is None
 
+    def test_whatever_shared_a_number_with_another_adapter_is_not_cached(self, tmp_path: Path) -> None:
+        """The engine may have computed blocks of either name with the other's weights."""
+        adapters = Adapters()
+        one, two = (str(self.weights(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 2)))
+        assert adapters.contents(1, "one", one) is not None
+        assert adapters.contents(1, "two", two) is None
+        assert adapters.contents(1, "one", one) is None
+        assert [adapters.contents(number, name, path) for number, name, path in ((2, "two", two), (3, "one", one))] == [
+            None,
+            None,
+        ]
+
     def test_an_adapter_is_its_contents_and_how_the_engine_applies_it(self, tmp_path: Path) -> None:
         one, same, other = (str(self.weights(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
         adapters, otherwise = Adapters(), Adapters("target_modules=['q_proj']")
@@ -577,6 +589,31 @@ class TestSchedulerSide:
         tokens = list(range(200))
         self.fill(store, tokens)
         assert side.match(Request(tokens, kv_transfer_params=params), computed) == offered
+
+    @pytest.mark.parametrize("change", ["none", "files", "number"])
+    def test_kv_is_not_written_for_an_adapter_that_changes_while_its_request_runs(
+        self, tmp_path: Path, change: str
+    ) -> None:
+        """Its files are others, or another request comes with other weights under its number."""
+        side, _, ledger = self.side()
+
+        def lora(name: str, content: bytes) -> SimpleNamespace:
+            path = tmp_path / name
+            path.mkdir(exist_ok=True)
+            (path / "adapter_model.bin").write_bytes(content)
+            return SimpleNamespace(lora_int_id=1, lora_name=name, lora_path=str(path))
+
+        request = Request(list(range(200)), lora_request=lora("one", b"1"))
+        assert side.match(request, 0) == 0
+        side.allocated(request, list(range(7)), 0)
+        side.scheduled("r", list(range(7)))
+        if change == "files":
+            lora("one", b"other")
+        elif change == "number":
+            side.match(Request([7] * 200, request_id="s", lora_request=lora("two", b"2")), 0)
+        request.num_computed_tokens = 200
+        side.scheduled("r", list(range(7)))
+        assert len(ledger.take_step().stores) == (change == "none")
 
     @pytest.mark.parametrize(("store_tokens", "chunks"), [(0, 0), (70, 2), (1000, 6)])
     def test_a_request_may_bound_what_it_stores(self, store_tokens: int, chunks: int) -> None:

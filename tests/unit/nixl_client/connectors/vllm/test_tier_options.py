@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from nixl_client.connectors.vllm.tier_options import names_tier, tier_options
+from nixl_client.connectors.vllm.tier_options import names_tier, tier_options, without_stores
 from nixl_client.connectors.vllm_tier.options import TierOptions
 
 AT = {"endpoint": "http://store:9000"}
+OURS: dict[str, object] = {"type": "ObjectCacheTier", **AT}
 ENGINE = {"spec_name", "spec_module_path", "cpu_bytes_to_use"}
 
 
@@ -60,8 +61,16 @@ def test_an_engine_that_is_not_to_store_does_not() -> None:
 
 def test_options_of_the_tier_are_told_from_those_of_the_connector() -> None:
     assert names_tier({**AT, "spec_name": "ObjectCacheTieringSpec"})
-    for other in ({}, {"spec_name": "TieringOffloadingSpec"}, {"spec_name": None}):
+    assert names_tier({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}, OURS]})
+    for other in ({}, {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}, {"spec_name": None}):
         assert not names_tier({**AT, **other})
+
+
+def test_an_engine_that_only_loads_stores_nothing_wherever_its_tier_is_named() -> None:
+    other = {"type": "fs", "root_dir": "/x"}
+    found = without_stores({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [other, OURS]})
+    assert found["secondary_tiers"] == [other, {**OURS, "store": False}]
+    assert without_stores({**AT, "spec_name": "ObjectCacheTieringSpec"})["store"] is False
 
 
 def test_what_cannot_be_is_refused() -> None:
