@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,11 +19,11 @@ from descriptors.errors import ObjectCacheError
 from descriptors.prefix_keys import Namespace, chunk_keys
 from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaFacts, LlamaServer, LlamaServerError
+from nixl_client.connectors.llama_cpp.model_files import ModelFiles
 from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt
 from nixl_client.connectors.llama_cpp.rules.slot_file import ParsedSlot, SlotFileError, SlotForm, Tokens, parse
 from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
 from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
-from nixl_client.connectors.vllm.weights import fingerprint
 from nixl_client.transports.http import UnansweredError
 from objectcache.adapters.breaker import Breaker
 
@@ -34,10 +32,8 @@ LOOKUPS_MAX = 4
 SAVES_MAX = 4
 """So many files of slots wait to be stored, at most; further ones are not written."""
 FILE = "objectcache-{}.slot"
-HEAD_BYTES = 1 << 20
 LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
-_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf$")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -92,7 +88,7 @@ class SlotCache:
         self._learning = asyncio.Lock()
         self._freed = asyncio.Event()
         self._saves: set[asyncio.Task[None]] = set()
-        self._weights: dict[str, tuple[object, str]] = {}
+        self._files = ModelFiles()
         self._breaker = Breaker(1, 5.0, 60.0)
         """A store that does not answer is left alone for a while, and so is a server that cannot be learned."""
         self._learning_breaker = Breaker(1, 1.0, 60.0)
@@ -236,6 +232,8 @@ class SlotCache:
             return self._known
 
     async def _learn(self, facts: LlamaFacts, headers: Mapping[str, str]) -> KnownServer:
+        weights = await self._in_thread(lambda: self._files.model(facts))
+        lora = await self._in_thread(lambda: self._files.adapters(facts))
         path = self._folder / FILE.format(uuid.uuid4().hex)
         try:
             await self._server.probe(headers)
@@ -250,27 +248,10 @@ class SlotCache:
             ) from None
         finally:
             path.unlink(missing_ok=True)
-        weights = await self._in_thread(lambda: self._fingerprint(facts.model_path))
-        lora = await self._in_thread(lambda: self._adapters(facts))
         name = Path(facts.model_path).stem
         namespace = Namespace(weights, form.digest, RUN_TOKENS, LLAMA_CPP_LAYOUT, lora=lora, name=name)
         _log.info("%s: %d slots, %d bytes of KV for each token", name, facts.slot_count, form.token_bytes)
         return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count))
-
-    def _adapters(self, facts: LlamaFacts) -> str:
-        return " ".join(f"{self._fingerprint(path)}*{scale}" for path, scale in facts.adapters if scale)
-
-    def _fingerprint(self, path: str) -> str:
-        """A digest of the file's weights, or of all files where they are split. Raises OSError."""
-        first = Path(path)
-        shard = _SHARD.match(first.name)
-        files = sorted(first.parent.glob(f"{shard[1]}-*-of-*.gguf")) if shard else [first]
-        state = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
-        known = self._weights.get(path)
-        if known is None or known[0] != state:
-            known = (state, " ".join(f"{fingerprint(file)} {_head(file)}" for file in files))
-            self._weights = {path: known} if len(self._weights) > 64 else {**self._weights, path: known}
-        return known[1]
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._lookers, work)
@@ -288,12 +269,6 @@ class SlotCache:
         if text not in self._told and len(self._told) < 64:
             self._told.add(text)
             _log.warning("%s", text)
-
-
-def _head(path: Path) -> str:
-    """A digest of a file's first bytes, which have the model's settings."""
-    with path.open("rb") as stream:
-        return hashlib.sha256(stream.read(HEAD_BYTES)).hexdigest()
 
 
 def _parsed(path: Path) -> tuple[ParsedSlot, np.memmap]:
