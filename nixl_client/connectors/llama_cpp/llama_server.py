@@ -96,10 +96,14 @@ class LlamaServer:
         wanted = {"prompt": PROBE, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
         await self._called("POST", "/completion", headers, json.dumps(wanted).encode(), SLOT_S)
 
-    async def save_slot(self, index: int, name: str, headers: Mapping[str, str]) -> None:
-        """Have the server write a slot's file."""
+    async def save_slot(self, index: int, name: str, headers: Mapping[str, str]) -> int:
+        """Have the server write a slot's file. The bytes that it says it has written."""
         body = json.dumps({"filename": name}).encode()
-        await self._called("POST", f"/slots/{index}?action=save", headers, body, SLOT_S)
+        answer = await self._called("POST", f"/slots/{index}?action=save", headers, body, SLOT_S)
+        nbytes = answer.get("n_written") if isinstance(answer, dict) else None
+        if not isinstance(nbytes, int):
+            raise LlamaServerError("the answer to a save tells no n_written")
+        return nbytes
 
     async def restore_slot(self, index: int, name: str, headers: Mapping[str, str]) -> None:
         """Have the server read a slot from a file."""

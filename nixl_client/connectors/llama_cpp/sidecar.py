@@ -105,6 +105,12 @@ class LlamaSidecar:
                 turn = await cache.begin(asked, body, key)
             except FAILURES as error:
                 cache.failed("a request goes on without a cache", error)
+        if turn is None and "lora-adapters" in http.path and http.method != "GET":
+            cache.adapters_change()
+            try:
+                return await _passed_on(http, server, body, headers, None)
+            finally:
+                cache.adapters_change()
         if turn is None:
             if http.method == "POST" and http.path in PATHS:
                 cache.forget()

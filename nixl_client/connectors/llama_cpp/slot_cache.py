@@ -21,7 +21,14 @@ from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaFacts, LlamaServer, LlamaServerError
 from nixl_client.connectors.llama_cpp.model_files import ModelFiles
 from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt
-from nixl_client.connectors.llama_cpp.rules.slot_file import ParsedSlot, SlotFileError, SlotForm, Tokens, parse
+from nixl_client.connectors.llama_cpp.rules.slot_file import (
+    OtherSlotError,
+    ParsedSlot,
+    SlotFileError,
+    SlotForm,
+    Tokens,
+    parse,
+)
 from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
 from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
 from nixl_client.transports.http import UnansweredError
@@ -31,6 +38,8 @@ STAGING_BYTES = 64 << 20
 LOOKUPS_MAX = 4
 SAVES_MAX = 4
 """So many files of slots wait to be stored, at most; further ones are not written."""
+FREED_S = 10.0
+"""Clients that read slowly hold slots: a request that sees none freed for so long leaves the choice to the server."""
 FILE = "objectcache-{}.slot"
 LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
@@ -54,13 +63,16 @@ class KnownServer:
 
 @dataclass(slots=True)
 class SlotTurn:
-    """One request's use of a slot. `keys` name the runs of its prompt, of which `stored` are stored."""
+    """One request's use of a slot. `keys` name the runs of its prompt, of which `stored` are stored. `adapter_changes`
+    were counted when the server was asked for its adapters.
+    """
 
     server: KnownServer
     slot: ChosenSlot
     tokens: Tokens
     keys: list[str]
     stored: int
+    adapter_changes: int
     loaded_tokens: int = 0
     is_computed: bool = False
 
@@ -83,8 +95,10 @@ class SlotCache:
         self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
         self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
         self._known: KnownServer | None = None
+        self._adapter_changes = 0
         self._uncached: LlamaFacts | None = None
-        """A server whose slots cannot be cut by tokens: it answers without a cache."""
+        """A server whose slots cannot be cut by tokens: it answers without a cache, and is looked at anew rarely."""
+        self._uncached_breaker = Breaker(1, 60.0, 3600.0)
         self._learning = asyncio.Lock()
         self._freed = asyncio.Event()
         self._saves: set[asyncio.Task[None]] = set()
@@ -108,15 +122,19 @@ class SlotCache:
         if self._known is not None:
             self._known.ledger.forget()
 
+    def adapters_change(self) -> None:
+        """A request that may change the adapters' scales begins or ends: what runs meanwhile is not stored."""
+        self._adapter_changes += 1
+
     async def begin(self, asked: AskedPrompt, body: bytes, headers: Mapping[str, str]) -> SlotTurn:
         """Take a slot, and have it hold as much of the prompt as is stored. `end` must follow. Raises FAILURES."""
+        changes = self._adapter_changes
         server = await self._learned(headers)
         tokens = await self._server.tokens(asked, body, headers)
-        keys = chunk_keys(server.namespace, tokens[:-1], RUN_TOKENS)  # at least one token is computed
-        while (slot := server.ledger.choose(tokens)) is None:
-            self._freed.clear()
-            await self._freed.wait()
-        turn = SlotTurn(server, slot, tokens, keys, 0)
+        fitting = tokens[: min(len(tokens), server.facts.slot_tokens) - 1]  # at least one token is computed
+        keys = chunk_keys(server.namespace, fitting, RUN_TOKENS)
+        slot = await self._free_slot(server.ledger, tokens)
+        turn = SlotTurn(server, slot, tokens, keys, stored=0, adapter_changes=changes)
         loading = asyncio.ensure_future(self._load(turn, headers))
         try:
             await asyncio.shield(loading)
@@ -124,6 +142,17 @@ class SlotCache:
             loading.add_done_callback(lambda _: self._ended(turn, NO_TOKENS))
             raise
         return turn
+
+    async def _free_slot(self, ledger: SlotLedger, tokens: Tokens) -> ChosenSlot:
+        """A slot, as soon as one is free. Raises LlamaServerError where none is freed for FREED_S."""
+        while (slot := ledger.choose(tokens)) is None:
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(FREED_S):
+                    await self._freed.wait()
+            except TimeoutError:
+                raise LlamaServerError(f"no slot was freed for {FREED_S:.0f} s") from None
+        return slot
 
     def end(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
         """The request is over. Where its prompt was computed, that is kept, before the slot has other use."""
@@ -175,19 +204,28 @@ class SlotCache:
     async def _restore(self, turn: SlotTurn, name: str, headers: Mapping[str, str]) -> None:
         try:
             await self._server.restore_slot(turn.index, name, headers)
-        except LlamaServerError:  # it may have been started anew, with caches of another type
-            self._known = None
+        except LlamaServerError:
+            if await self._server.facts(headers) != turn.server.facts:  # it has been started anew
+                self._known = None
             raise
 
     async def _save(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
         path = self._folder / FILE.format(uuid.uuid4().hex)
         try:
             try:
-                await self._server.save_slot(turn.index, path.name, headers)
+                nbytes = await self._server.save_slot(turn.index, path.name, headers)
             finally:
                 self._ended(turn, turn.tokens)
-            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path)
+            if await self._server.facts(headers) != turn.server.facts or self._adapter_changes != turn.adapter_changes:
+                _log.info("slot %d is not stored: the server or its adapters have changed", turn.index)
+                return
+            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path, nbytes)
+            self._uncached_breaker.succeeded()
             _log.info("slot %d: %d tokens stored", turn.index, stored * RUN_TOKENS)
+        except OtherSlotError as error:  # another request was in the slot meanwhile
+            _log.info("slot %d: %s", turn.index, error)
+        except SlotFileError as error:
+            self._cannot_cache(turn.server.facts, error)
         except FAILURES as error:
             self.failed("save", error)
         finally:
@@ -195,17 +233,14 @@ class SlotCache:
 
     def _cannot_cache(self, facts: LlamaFacts, error: SlotFileError) -> None:
         self._known, self._uncached = None, facts
-        _log.warning("%s runs without a cache: %s", Path(facts.model_path).name, error)
+        self._uncached_breaker.failed(time.monotonic())
+        self._say(f"{Path(facts.model_path).name} runs without a cache: {error}")
 
-    def _put(self, turn: SlotTurn, path: Path) -> int:
-        try:
-            slot, data = _parsed(path)
-        except SlotFileError as error:
-            self._cannot_cache(turn.server.facts, error)
-            return 0
+    def _put(self, turn: SlotTurn, path: Path, nbytes: int) -> int:
+        slot, data = _parsed(path, nbytes)
         if slot.form.digest != turn.server.form.digest:
             self._known = None
-            raise SlotFileError("the server has been started with caches of another type")
+            raise LlamaServerError("the server has been started with caches of another type")
         if not np.array_equal(slot.tokens[: len(turn.tokens)], turn.tokens):
             _log.info(
                 "slot %d holds another prompt now: %d of %d tokens", turn.index, len(slot.tokens), len(turn.tokens)
@@ -220,7 +255,9 @@ class SlotCache:
             return self._known
         async with self._learning:
             if self._known is None or self._known.facts != facts:
-                if facts == self._uncached or self._learning_breaker.is_open(time.monotonic()):
+                now_s = time.monotonic()
+                is_uncached = facts == self._uncached and self._uncached_breaker.is_open(now_s)
+                if is_uncached or self._learning_breaker.is_open(now_s):
                     raise UncachedServerError
                 self._known = None
                 try:
@@ -237,8 +274,10 @@ class SlotCache:
         path = self._folder / FILE.format(uuid.uuid4().hex)
         try:
             await self._server.probe(headers)
-            await self._server.save_slot(0, path.name, headers)
-            form = (await self._in_thread(lambda: _parsed(path)))[0].form
+            nbytes = await self._server.save_slot(0, path.name, headers)
+            form = (await self._in_thread(lambda: _parsed(path, nbytes)))[0].form
+        except OtherSlotError as error:
+            raise LlamaServerError(f"slot 0 is in other use: {error}") from None
         except SlotFileError as error:
             self._cannot_cache(facts, error)
             raise UncachedServerError from None
@@ -265,12 +304,18 @@ class SlotCache:
             self._breaker.failed(time.monotonic())
         if isinstance(error, UncachedServerError):
             return
-        text = f"{what}: {error}"
+        self._say(f"{what}: {error}")
+
+    def _say(self, text: str) -> None:
         if text not in self._told and len(self._told) < 64:
             self._told.add(text)
             _log.warning("%s", text)
 
 
-def _parsed(path: Path) -> tuple[ParsedSlot, np.memmap]:
+def _parsed(path: Path, nbytes: int) -> tuple[ParsedSlot, np.memmap]:
+    """Read a file that the server says has so many bytes. Raises SlotFileError, LlamaServerError, OSError."""
+    found = path.stat().st_size
+    if not 0 < found == nbytes:
+        raise LlamaServerError(f"llama-server wrote {found} of a slot's {nbytes} bytes: is {path.parent} full?")
     data = np.memmap(path, np.uint8, "r")
     return parse(data), data

@@ -32,7 +32,7 @@ def slot_bytes(tokens: Tokens) -> bytes:
 
 
 class PlayedServer:
-    """`writes` is what it writes for a slot's tokens, `saving` is called before it does."""
+    """`writes` makes the file of a slot with these tokens."""
 
     def __init__(self, folder: Path, model: Path, slot_count: int = 2) -> None:
         self.folder = folder
@@ -42,7 +42,6 @@ class PlayedServer:
         self.restored: list[int] = []
         self.refuses = False
         self.writes: Callable[[Tokens], bytes] = slot_bytes
-        self.saving: Callable[[], None] = lambda: None
         self.loses_bytes = 0
 
     async def facts(self, _: Mapping[str, str]) -> LlamaFacts:
@@ -57,7 +56,6 @@ class PlayedServer:
         self.slots[0] = PROBE
 
     async def save_slot(self, index: int, name: str, _: Mapping[str, str]) -> int:
-        self.saving()
         data = self.writes(self.slots[index])
         (self.folder / name).write_bytes(data[: len(data) - self.loses_bytes])
         return len(data)
