@@ -1,4 +1,4 @@
-"""What is kept of slots, and what a failure costs."""
+"""The KV that is kept of slots, and the cost of failures."""
 
 from __future__ import annotations
 
