@@ -55,7 +55,7 @@ async def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: py
     assert await read(made, "b", b"4" * 100) == b"4" * 100
 
 
-async def test_who_holds_a_slot_and_reads_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_holds_a_slot_and_reads_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecar, "PATIENCE", Patience(0.01, 1.0))
     http = make_mocked_request("POST", "/completion")
     pace = ReadingPace(sidecar.PATIENCE)
