@@ -17,7 +17,7 @@ from descriptors.headers import LOADED_HEADER
 from descriptors.storage_api import Patience
 from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaServer
-from nixl_client.connectors.llama_cpp.rules.prompts import PATHS, in_slot, prompt_of
+from nixl_client.connectors.llama_cpp.rules.prompts import PATHS, in_slot, may_change_adapters, prompt_of
 from nixl_client.connectors.llama_cpp.slot_cache import FAILURES, SlotCache, SlotTurn
 from nixl_client.connectors.startup import say
 from objectcache.adapters.deadlines import ConnectionLimits
@@ -119,16 +119,17 @@ class LlamaSidecar:
                 turn = await cache.begin(asked, body, key)
             except FAILURES as error:
                 cache.failed("a request goes on without a cache", error)
-        if turn is None and "lora-adapters" in http.path and http.method != "GET":
-            cache.adapters_change()
-            try:
-                return await _passed_on(http, server, body, headers, None)
-            finally:
-                cache.adapters_change()
         if turn is None:
             if http.method == "POST" and http.path in PATHS:
                 cache.forget()
-            return await _passed_on(http, server, body, headers, None)
+            changes = may_change_adapters(http.method, http.path, body)
+            try:
+                if changes:
+                    cache.adapters_change()
+                return await _passed_on(http, server, body, headers, None)
+            finally:
+                if changes:
+                    cache.adapters_change()
         try:
             return await _passed_on(http, server, in_slot(body, turn.index), headers, turn)
         finally:

@@ -53,26 +53,26 @@ class UncachedServerError(LlamaServerError):
 
 @dataclass(slots=True)
 class KnownServer:
-    """A server whose slots' form is known; `namespace` is of the names of its KV."""
+    """A server whose slots' form is known; `namespace` is of the names of its KV. `adapter_changes`
+    were counted when it was asked for its adapters.
+    """
 
     facts: LlamaFacts
     form: SlotForm
     namespace: Namespace
     ledger: SlotLedger
+    adapter_changes: int
 
 
 @dataclass(slots=True)
 class SlotTurn:
-    """One request's use of a slot. `keys` name the runs of its prompt, of which `stored` are stored. `adapter_changes`
-    were counted when the server was asked for its adapters.
-    """
+    """One request's use of a slot. `keys` name the runs of its prompt, of which `stored` are stored."""
 
     server: KnownServer
     slot: ChosenSlot
     tokens: Tokens
     keys: list[str]
     stored: int
-    adapter_changes: int
     loaded_tokens: int = 0
     is_computed: bool = False
 
@@ -95,6 +95,7 @@ class SlotCache:
         self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
         self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
         self._known: KnownServer | None = None
+        self._learned_first: KnownServer | None = None
         self._adapter_changes = 0
         self._uncached: LlamaFacts | None = None
         """A server whose slots cannot be cut by tokens: it answers without a cache, and is looked at anew rarely."""
@@ -123,18 +124,20 @@ class SlotCache:
             self._known.ledger.forget()
 
     def adapters_change(self) -> None:
-        """A request that may change the adapters' scales begins or ends: what runs meanwhile is not stored."""
-        self._adapter_changes += 1
+        """A request that may run with other scales of adapters, or change them, begins or ends: what runs meanwhile is
+        not stored.
+        """
+        if self._known is None or self._known.facts.adapters:
+            self._adapter_changes += 1
 
     async def begin(self, asked: AskedPrompt, body: bytes, headers: Mapping[str, str]) -> SlotTurn:
         """Take a slot, and have it hold as much of the prompt as is stored. `end` must follow. Raises FAILURES."""
-        changes = self._adapter_changes
         server = await self._learned(headers)
         tokens = await self._server.tokens(asked, body, headers)
         fitting = tokens[: min(len(tokens), server.facts.slot_tokens) - 1]  # at least one token is computed
         keys = chunk_keys(server.namespace, fitting, RUN_TOKENS)
         slot = await self._free_slot(server.ledger, tokens)
-        turn = SlotTurn(server, slot, tokens, keys, stored=0, adapter_changes=changes)
+        turn = SlotTurn(server, slot, tokens, keys, stored=0)
         loading = asyncio.ensure_future(self._load(turn, headers))
         try:
             await asyncio.shield(loading)
@@ -216,7 +219,10 @@ class SlotCache:
                 nbytes = await self._server.save_slot(turn.index, path.name, headers)
             finally:
                 self._ended(turn, turn.tokens)
-            if await self._server.facts(headers) != turn.server.facts or self._adapter_changes != turn.adapter_changes:
+            facts = await self._server.facts(headers)
+            if not self._is_known(turn.server, facts):
+                if facts.start == turn.server.facts.start:
+                    self.adapters_change()
                 _log.info("slot %d is not stored: the server or its adapters have changed", turn.index)
                 return
             stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path, nbytes)
@@ -250,25 +256,42 @@ class SlotCache:
 
     async def _learned(self, headers: Mapping[str, str]) -> KnownServer:
         """The server as it is now, looked at anew where it is another one."""
+        changes = self._adapter_changes
         facts = await self._server.facts(headers)
-        if self._known is not None and self._known.facts == facts:
+        if self._known is not None and self._is_known(self._known, facts):
             return self._known
         async with self._learning:
-            if self._known is None or self._known.facts != facts:
+            if self._known is None or not self._is_known(self._known, facts):
+                self._refuse_changed_adapters(facts)
                 now_s = time.monotonic()
                 is_uncached = facts == self._uncached and self._uncached_breaker.is_open(now_s)
                 if is_uncached or self._learning_breaker.is_open(now_s):
                     raise UncachedServerError
                 self._known = None
                 try:
-                    self._known = await self._learn(facts, headers)
+                    self._known = await self._learn(facts, changes, headers)
                 except FAILURES:
                     self._learning_breaker.failed(time.monotonic())
                     raise
                 self._learning_breaker.succeeded()
+                self._learned_first = self._known
             return self._known
 
-    async def _learn(self, facts: LlamaFacts, headers: Mapping[str, str]) -> KnownServer:
+    def _refuse_changed_adapters(self, facts: LlamaFacts) -> None:
+        """The server goes on with KV of other scales, from its slots and its own cache in memory, so that nobody can
+        tell which KV is whose until it is started anew.
+        """
+        first = self._learned_first
+        if first is None or not facts.adapters or first.facts.start != facts.start or self._is_known(first, facts):
+            return
+        self._known = None
+        self._adapter_changes += 1  # if they change back, too
+        raise LlamaServerError("scales of adapters have changed: no prompt is cached until llama-server starts anew")
+
+    def _is_known(self, server: KnownServer, facts: LlamaFacts) -> bool:
+        return server.facts == facts and server.adapter_changes == self._adapter_changes
+
+    async def _learn(self, facts: LlamaFacts, adapter_changes: int, headers: Mapping[str, str]) -> KnownServer:
         weights = await self._in_thread(lambda: self._files.model(facts))
         lora = await self._in_thread(lambda: self._files.adapters(facts))
         path = self._folder / FILE.format(uuid.uuid4().hex)
@@ -290,7 +313,7 @@ class SlotCache:
         name = Path(facts.model_path).stem
         namespace = Namespace(weights, form.digest, RUN_TOKENS, LLAMA_CPP_LAYOUT, lora=lora, name=name)
         _log.info("%s: %d slots, %d bytes of KV for each token", name, facts.slot_count, form.token_bytes)
-        return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count))
+        return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count), adapter_changes)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._lookers, work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,16 +69,18 @@ async def test_a_client_that_holds_a_slot_and_reads_slowly_is_cut_off(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "counted"),
+    ("method", "path", "body", "counted"),
     [
-        ("POST", "/lora-adapters", [1, 2]),
-        ("POST", "/lora%2Dadapters?x", [1, 2]),
-        ("GET", "/lora-adapters", [0, 0]),
-        ("POST", "/tokenize", [0, 0]),
+        ("POST", "/lora-adapters", b"[]", [1, 2]),
+        ("POST", "/lora%2Dadapters?x", b"[]", [1, 2]),
+        ("POST", "/infill", b'{"lora": []}', [1, 2]),
+        ("POST", "/infill", b'{"\\u006cora": []}', [1, 2]),
+        ("GET", "/lora-adapters", b"", [0, 0]),
+        ("POST", "/tokenize", b"{}", [0, 0]),
     ],
 )
 async def test_changes_of_adapters_count_when_they_begin_and_when_they_end(
-    method: str, path: str, counted: list[int]
+    method: str, path: str, body: bytes, counted: list[int]
 ) -> None:
     """One that has begun may not have taken effect when the server is asked for its adapters."""
     changes: list[None] = []
@@ -97,6 +98,5 @@ async def test_changes_of_adapters_count_when_they_begin_and_when_they_end(
     cache = SimpleNamespace(adapters_change=lambda: changes.append(None))
     server = SimpleNamespace(passed_on=passed_on)
     http = make_mocked_request(method, path)
-    body = json.dumps([{"id": 0, "scale": 0}]).encode()
     await proxy()._answered(http, body, cast(Any, server), cast(Any, cache))
     assert [*seen, len(changes)] == counted

@@ -63,19 +63,35 @@ async def test_a_prompt_is_stored_and_loaded_again(bed: Bed) -> None:
     assert (bed.server.probes, bed.server.restored) == (1, [3 * RUN_TOKENS])
 
 
-async def test_nothing_is_stored_when_adapters_have_changed_meanwhile(bed: Bed) -> None:
-    """The prompt may have been computed with other scales than those of its names."""
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_a_server_whose_adapters_have_changed_is_cached_no_more_until_it_starts_anew(
+    bed: Bed, *, is_seen: bool
+) -> None:
+    """The server goes on with the KV that it has of other scales, which would be stored under the names of these."""
+    adapter = bed.folder.parent / "a.gguf"
+    adapter.write_bytes(b"adapter")
+    told = bed.server.told = dataclasses.replace(bed.server.told, adapters=((str(adapter), 1.0),))
     turn = await bed.cache.begin(THREE_RUNS, b"", {})
-    told = bed.server.told
-    bed.server.told = dataclasses.replace(told, adapters=(("/a.gguf", 0.5),))
+    if is_seen:
+        bed.server.told = dataclasses.replace(told, adapters=((str(adapter), 0.5),))
+    else:
+        bed.cache.adapters_change()  # there and back again
     await bed.runs(turn)
-    bed.server.told = told
-    turn = await bed.cache.begin(THREE_RUNS, b"", {})
-    bed.cache.adapters_change()  # there and back again
-    await bed.runs(turn)
+    for _ in range(2):
+        with pytest.raises(LlamaServerError, match="scales of adapters have changed"):
+            await bed.cache.begin(THREE_RUNS, b"", {})
+        bed.server.told = told
     assert bed.client.chunks == {}
+    bed.server.told = dataclasses.replace(told, start="b")
     await bed.ran()
     assert len(bed.client.chunks) == 3
+
+
+async def test_servers_without_adapters_have_none_that_change(bed: Bed) -> None:
+    await bed.ran()
+    bed.cache.adapters_change()
+    await bed.ran()
+    assert bed.server.probes == 1
 
 
 def media(tokens: Any) -> bytes:
