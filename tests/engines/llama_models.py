@@ -23,6 +23,24 @@ def make_windowed(path: Path) -> None:
     _make(path, "gemma3", 1, {"windows": True})
 
 
+def make_adapter(path: Path) -> None:
+    """An adapter of the Llama that changes what its layers attend to."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 8.0)
+    generator = np.random.default_rng(3)
+    for index in range(LAYERS):
+        for name, width in (("attn_k", KV_HEADS * HEAD_WIDTH), ("attn_v", KV_HEADS * HEAD_WIDTH)):
+            for half, shape in (("lora_a", (4, WIDTH)), ("lora_b", (width, 4))):
+                values = generator.standard_normal(shape).astype(np.float32)
+                writer.add_tensor(f"blk.{index}.{name}.weight.{half}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _make(path: Path, architecture: str, seed: int, wanted: dict[str, bool]) -> None:
     writer = gguf.GGUFWriter(str(path), architecture)
     layers = 6 if wanted.get("windows") else LAYERS

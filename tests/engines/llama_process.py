@@ -25,11 +25,19 @@ def main() -> None:
         name, _, value = option.partition("=")
         if name == "flash_attention":
             params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{value}")
+        elif name == "lora":
+            params.lora_adapters = [_adapter(value)]
         else:
             setattr(params, name, int(value))
     server = xllamacpp.Server(params)
     print(f"\nlistening on {server.listening_address}", flush=True)
     sys.stdin.read()
+
+
+def _adapter(path: str) -> xllamacpp.CommonAdapterLoraInfo:
+    adapter = xllamacpp.CommonAdapterLoraInfo()
+    adapter.path, adapter.scale = path, 1.0
+    return adapter
 
 
 if __name__ == "__main__":

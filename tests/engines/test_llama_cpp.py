@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from nixl_client.connectors.llama_cpp.slot_store import RUN_TOKENS
-from tests.engines.llama_models import make_llama, make_windowed
+from tests.engines.llama_models import make_adapter, make_llama, make_windowed
 from tests.engines.llama_run import LlamaAnswer, ask, asked, llama_server, sidecar
 from tests.engines.store import BUCKET, Store, free_port, running_store
 from tests.support.requests import s3_client
@@ -132,6 +132,50 @@ def test_other_weights_under_the_same_name_load_nothing(shared: Store, models: M
         answer = ask(url, prompt)
     assert answer.loaded_tokens == 0
     assert answer.text == right(models.other, slots, prompt).text
+
+
+def test_kv_is_named_by_the_scales_of_adapters_it_was_computed_with(
+    shared: Store, models: Models, slots: Path, tmp_path: Path
+) -> None:
+    """llama.cpp goes on with KV of other scales, in slots and in its own cache: once they change, nothing is cached."""
+    adapter = tmp_path / "adapter.gguf"
+    make_adapter(adapter)
+    prompt, other = (text_of(f"scales {index}", 2 * RUN_TOKENS + 1) for index in range(2))
+    before = stored_runs(shared)
+    with (
+        llama_server(models.llama, slots, f"lora={adapter}") as engine,
+        sidecar(engine, slots, shared.endpoint) as (url, log),
+    ):
+        with_adapter = ask(url, prompt)
+        wait_for_runs(shared, before + 2)
+        endless = {"prompt": other, "n_predict": 3000, "stream": True, "ignore_eos": True}
+        with asked(url, "/completion", endless) as answer:
+            assert answer.read(10)
+            for scale in (0.0, 1.0):
+                asked(url, "/lora-adapters", [{"id": 0, "scale": scale}]).close()
+        assert eventually(lambda: "adapters have changed" in log.read_text(), 30)
+        assert ask(url, prompt).loaded_tokens is None
+        assert "until llama-server starts anew" in log.read_text()
+    assert stored_runs(shared) == before + 2
+    assert right(models.llama, slots, prompt).text != with_adapter.text
+    with (
+        llama_server(models.llama, slots, f"lora={adapter}") as engine,
+        sidecar(engine, slots, shared.endpoint) as (url, _),
+    ):
+        again = ask(url, prompt)
+        assert (again.loaded_tokens, again.text) == (2 * RUN_TOKENS, with_adapter.text)
+
+
+def test_a_relative_path_of_a_model_is_said_to_run_uncached(
+    shared: Store, models: Models, slots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models.llama.parent)
+    with (
+        llama_server(Path(models.llama.name), slots) as engine,
+        sidecar(engine, slots, shared.endpoint) as (url, log),
+    ):
+        assert ask(url, text_of("relative", 2 * RUN_TOKENS)).loaded_tokens is None
+        assert "start it with absolute paths" in log.read_text()
 
 
 def test_a_server_that_was_started_anew_behind_the_command_is_noticed(

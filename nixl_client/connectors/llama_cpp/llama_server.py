@@ -17,6 +17,7 @@ from objectcache.adapters.whole_answers import UNENCODED, read_whole
 ANSWER_BYTES_MAX = 3 << 20
 """The tokens of a longer prompt would hold the event loop while they are read: it goes on without a cache."""
 ADAPTERS_MAX = 64
+SLOTS_MAX = 1024
 CALL_S = 30.0
 SLOT_S = 120.0
 """A slot's file may have gigabytes, and a call waits for the request that the slot runs."""
@@ -57,16 +58,21 @@ class LlamaServer:
         properties = await self._called("GET", "/props", headers)
         adapters = await self._called("GET", "/lora-adapters", headers)
         try:
-            return LlamaFacts(
+            facts = LlamaFacts(
                 model_path=str(properties["model_path"]),
                 slot_count=int(properties["total_slots"]),
                 slot_tokens=int(properties["default_generation_settings"]["n_ctx"]),
                 build=str(properties.get("build_info", "")),
                 start=str(properties.get("media_marker", "")),
-                adapters=tuple((str(each["path"]), float(each["scale"])) for each in adapters[:ADAPTERS_MAX]),
+                adapters=tuple((str(each["path"]), float(each["scale"])) for each in adapters),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LlamaServerError(f"/props and /lora-adapters make no sense: {error!r}") from None
+        if not 1 <= facts.slot_count <= SLOTS_MAX or facts.slot_tokens < 1:
+            raise LlamaServerError(f"/props tells of {facts.slot_count} slots of {facts.slot_tokens} tokens")
+        if len(facts.adapters) > ADAPTERS_MAX:
+            raise LlamaServerError(f"{len(facts.adapters)} adapters; prompts are cached with at most {ADAPTERS_MAX}")
+        return facts
 
     async def tokens(self, asked: AskedPrompt, body: bytes, headers: Mapping[str, str]) -> Tokens:
         """The tokens of a request's prompt."""
@@ -90,10 +96,14 @@ class LlamaServer:
         wanted = {"prompt": PROBE, "n_predict": 1, "id_slot": 0, "cache_prompt": False}
         await self._called("POST", "/completion", headers, json.dumps(wanted).encode(), SLOT_S)
 
-    async def save_slot(self, index: int, name: str, headers: Mapping[str, str]) -> None:
-        """Have the server write a slot's file."""
+    async def save_slot(self, index: int, name: str, headers: Mapping[str, str]) -> int:
+        """Have the server write a slot's file. The bytes that it says it has written."""
         body = json.dumps({"filename": name}).encode()
-        await self._called("POST", f"/slots/{index}?action=save", headers, body, SLOT_S)
+        answer = await self._called("POST", f"/slots/{index}?action=save", headers, body, SLOT_S)
+        nbytes = answer.get("n_written") if isinstance(answer, dict) else None
+        if not isinstance(nbytes, int):
+            raise LlamaServerError("the answer to a save tells no n_written")
+        return nbytes
 
     async def restore_slot(self, index: int, name: str, headers: Mapping[str, str]) -> None:
         """Have the server read a slot from a file."""

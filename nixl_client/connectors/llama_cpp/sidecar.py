@@ -12,19 +12,27 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from descriptors.errors import ObjectCacheError
+from descriptors.errors import ObjectCacheError, ServerError
 from descriptors.headers import LOADED_HEADER
+from descriptors.storage_api import Patience
 from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaServer
-from nixl_client.connectors.llama_cpp.rules.prompts import PATHS, in_slot, prompt_of
+from nixl_client.connectors.llama_cpp.rules.prompts import PATHS, in_slot, may_change_adapters, prompt_of
 from nixl_client.connectors.llama_cpp.slot_cache import FAILURES, SlotCache, SlotTurn
 from nixl_client.connectors.startup import say
 from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.reading_pace import ReadingPace
+from objectcache.adapters.response_sink import abort_connection
 
 BODY_BYTES_MAX = 64 << 20
 BODIES_BYTES_MAX = 256 << 20
-"""The bodies of all requests take no more; further requests are told to come again."""
+"""The bodies of all requests take no more, and those of one host a quarter; others are told to come again."""
+BODY_S, BODY_BYTES_PER_S = 30.0, 1 << 20
+"""A body may take so long, and longer by what has come of it."""
+PATIENCE = Patience(30.0, 4096.0)
+"""Clients that read more slowly are cut off where their requests have slots."""
 CONNECTIONS_MAX = 1024
 _HOP = frozenset(
     {
@@ -45,7 +53,7 @@ class LlamaSidecar:
         self._folder = folder
         self._client = client
         self._listen = listen
-        self._bodies_bytes = 0
+        self._bodies = DocumentBudget(BODIES_BYTES_MAX, BODIES_BYTES_MAX // 4)
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self.url = ""
 
@@ -78,19 +86,25 @@ class LlamaSidecar:
         except (aiohttp.ClientError, TimeoutError) as error:
             return _error(502, f"llama-server at {self._engine} does not answer: {type(error).__name__} {error}")
         finally:
-            self._bodies_bytes -= held[0]
+            self._bodies.give_back(http.remote or "", held[0])
 
     async def _body(self, http: web.BaseRequest, held: list[int]) -> bytes | web.Response:
         """The body, which counts in `held`; or the refusal of a body that is too large."""
         body = bytearray()
-        async for piece in http.content.iter_any():
-            if len(body) + len(piece) > BODY_BYTES_MAX:
-                return _error(413, f"a body of more than {BODY_BYTES_MAX >> 20} MiB")
-            if self._bodies_bytes + len(piece) > BODIES_BYTES_MAX:
-                return _error(503, "too many requests wait; come again", {"Retry-After": "1"})
-            self._bodies_bytes += len(piece)
-            held[0] += len(piece)
-            body += piece
+        began_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(BODY_S) as patience:
+                async for piece in http.content.iter_any():
+                    if len(body) + len(piece) > BODY_BYTES_MAX:
+                        return _error(413, f"a body of more than {BODY_BYTES_MAX >> 20} MiB")
+                    self._bodies.take(http.remote or "", len(piece))
+                    held[0] += len(piece)
+                    body += piece
+                    patience.reschedule(began_s + BODY_S + len(body) / BODY_BYTES_PER_S)
+        except ServerError:
+            return _error(503, "too many requests wait; come again", {"Retry-After": "1"})
+        except TimeoutError:
+            return _error(408, "the body did not come in time")
         return bytes(body)
 
     async def _answered(
@@ -108,7 +122,14 @@ class LlamaSidecar:
         if turn is None:
             if http.method == "POST" and http.path in PATHS:
                 cache.forget()
-            return await _passed_on(http, server, body, headers, None)
+            changes = may_change_adapters(http.method, http.path, body)
+            try:
+                if changes:
+                    cache.adapters_change()
+                return await _passed_on(http, server, body, headers, None)
+            finally:
+                if changes:
+                    cache.adapters_change()
         try:
             return await _passed_on(http, server, in_slot(body, turn.index), headers, turn)
         finally:
@@ -127,11 +148,12 @@ async def _passed_on(
         if answer.content_length is not None and http.method != "HEAD":
             response.content_length = answer.content_length
         await response.prepare(http)
+        pace = None if turn is None else ReadingPace(PATIENCE)
         try:
             async for piece in answer.content.iter_any():
                 if turn is not None and answer.status == 200:
                     turn.is_computed = True
-                await response.write(piece)
+                await _taken(http, response.write(piece), len(piece), pace)
         except (aiohttp.ClientError, TimeoutError) as error:
             if isinstance(error, ConnectionResetError):  # the client has gone
                 raise
@@ -139,8 +161,26 @@ async def _passed_on(
             if http.transport is not None:
                 http.transport.close()
             return response
-        await response.write_eof()
+        await _taken(http, response.write_eof(), 0, pace)
         return response
+
+
+async def _taken(http: web.BaseRequest, writing: Awaitable[None], nbytes: int, pace: ReadingPace | None) -> None:
+    """Write bytes of an answer. Raises ConnectionResetError where the client reads too slowly."""
+    if pace is None:
+        await writing
+        return
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    try:
+        async with asyncio.timeout(PATIENCE.window_s):
+            await writing
+        is_slow = pace.is_too_slow(loop.time() - began_s, nbytes)
+    except TimeoutError:
+        is_slow = True
+    if is_slow:
+        abort_connection(http)
+        raise ConnectionResetError("the client reads too slowly")
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:

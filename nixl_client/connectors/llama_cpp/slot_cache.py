@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,11 +19,18 @@ from descriptors.errors import ObjectCacheError
 from descriptors.prefix_keys import Namespace, chunk_keys
 from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaFacts, LlamaServer, LlamaServerError
+from nixl_client.connectors.llama_cpp.model_files import ModelFiles
 from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt
-from nixl_client.connectors.llama_cpp.rules.slot_file import ParsedSlot, SlotFileError, SlotForm, Tokens, parse
+from nixl_client.connectors.llama_cpp.rules.slot_file import (
+    OtherSlotError,
+    ParsedSlot,
+    SlotFileError,
+    SlotForm,
+    Tokens,
+    parse,
+)
 from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
 from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
-from nixl_client.connectors.vllm.weights import fingerprint
 from nixl_client.transports.http import UnansweredError
 from objectcache.adapters.breaker import Breaker
 
@@ -33,11 +38,11 @@ STAGING_BYTES = 64 << 20
 LOOKUPS_MAX = 4
 SAVES_MAX = 4
 """So many files of slots wait to be stored, at most; further ones are not written."""
+FREED_S = 10.0
+"""Clients that read slowly hold slots: a request that sees none freed for so long leaves the choice to the server."""
 FILE = "objectcache-{}.slot"
-HEAD_BYTES = 1 << 20
 LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
-_SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf$")
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -48,12 +53,15 @@ class UncachedServerError(LlamaServerError):
 
 @dataclass(slots=True)
 class KnownServer:
-    """A server whose slots' form is known; `namespace` is of the names of its KV."""
+    """A server whose slots' form is known; `namespace` is of the names of its KV. `adapter_changes`
+    were counted when it was asked for its adapters.
+    """
 
     facts: LlamaFacts
     form: SlotForm
     namespace: Namespace
     ledger: SlotLedger
+    adapter_changes: int
 
 
 @dataclass(slots=True)
@@ -87,12 +95,15 @@ class SlotCache:
         self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
         self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
         self._known: KnownServer | None = None
+        self._learned_first: KnownServer | None = None
+        self._adapter_changes = 0
         self._uncached: LlamaFacts | None = None
-        """A server whose slots cannot be cut by tokens: it answers without a cache."""
+        """A server whose slots cannot be cut by tokens: it answers without a cache, and is looked at anew rarely."""
+        self._uncached_breaker = Breaker(1, 60.0, 3600.0)
         self._learning = asyncio.Lock()
         self._freed = asyncio.Event()
         self._saves: set[asyncio.Task[None]] = set()
-        self._weights: dict[str, tuple[object, str]] = {}
+        self._files = ModelFiles()
         self._breaker = Breaker(1, 5.0, 60.0)
         """A store that does not answer is left alone for a while, and so is a server that cannot be learned."""
         self._learning_breaker = Breaker(1, 1.0, 60.0)
@@ -112,15 +123,21 @@ class SlotCache:
         if self._known is not None:
             self._known.ledger.forget()
 
+    def adapters_change(self) -> None:
+        """A request that may run with other scales of adapters, or change them, begins or ends: what runs meanwhile is
+        not stored.
+        """
+        if self._known is None or self._known.facts.adapters:
+            self._adapter_changes += 1
+
     async def begin(self, asked: AskedPrompt, body: bytes, headers: Mapping[str, str]) -> SlotTurn:
         """Take a slot, and have it hold as much of the prompt as is stored. `end` must follow. Raises FAILURES."""
         server = await self._learned(headers)
         tokens = await self._server.tokens(asked, body, headers)
-        keys = chunk_keys(server.namespace, tokens[:-1], RUN_TOKENS)  # at least one token is computed
-        while (slot := server.ledger.choose(tokens)) is None:
-            self._freed.clear()
-            await self._freed.wait()
-        turn = SlotTurn(server, slot, tokens, keys, 0)
+        fitting = tokens[: min(len(tokens), server.facts.slot_tokens) - 1]  # at least one token is computed
+        keys = chunk_keys(server.namespace, fitting, RUN_TOKENS)
+        slot = await self._free_slot(server.ledger, tokens)
+        turn = SlotTurn(server, slot, tokens, keys, stored=0)
         loading = asyncio.ensure_future(self._load(turn, headers))
         try:
             await asyncio.shield(loading)
@@ -128,6 +145,17 @@ class SlotCache:
             loading.add_done_callback(lambda _: self._ended(turn, NO_TOKENS))
             raise
         return turn
+
+    async def _free_slot(self, ledger: SlotLedger, tokens: Tokens) -> ChosenSlot:
+        """A slot, as soon as one is free. Raises LlamaServerError where none is freed for FREED_S."""
+        while (slot := ledger.choose(tokens)) is None:
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(FREED_S):
+                    await self._freed.wait()
+            except TimeoutError:
+                raise LlamaServerError(f"no slot was freed for {FREED_S:.0f} s") from None
+        return slot
 
     def end(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
         """The request is over. Where its prompt was computed, that is kept, before the slot has other use."""
@@ -179,19 +207,31 @@ class SlotCache:
     async def _restore(self, turn: SlotTurn, name: str, headers: Mapping[str, str]) -> None:
         try:
             await self._server.restore_slot(turn.index, name, headers)
-        except LlamaServerError:  # it may have been started anew, with caches of another type
-            self._known = None
+        except LlamaServerError:
+            if await self._server.facts(headers) != turn.server.facts:  # it has been started anew
+                self._known = None
             raise
 
     async def _save(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
         path = self._folder / FILE.format(uuid.uuid4().hex)
         try:
             try:
-                await self._server.save_slot(turn.index, path.name, headers)
+                nbytes = await self._server.save_slot(turn.index, path.name, headers)
             finally:
                 self._ended(turn, turn.tokens)
-            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path)
+            facts = await self._server.facts(headers)
+            if not self._is_known(turn.server, facts):
+                if facts.start == turn.server.facts.start:
+                    self.adapters_change()
+                _log.info("slot %d is not stored: the server or its adapters have changed", turn.index)
+                return
+            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path, nbytes)
+            self._uncached_breaker.succeeded()
             _log.info("slot %d: %d tokens stored", turn.index, stored * RUN_TOKENS)
+        except OtherSlotError as error:  # another request was in the slot meanwhile
+            _log.info("slot %d: %s", turn.index, error)
+        except SlotFileError as error:
+            self._cannot_cache(turn.server.facts, error)
         except FAILURES as error:
             self.failed("save", error)
         finally:
@@ -199,17 +239,14 @@ class SlotCache:
 
     def _cannot_cache(self, facts: LlamaFacts, error: SlotFileError) -> None:
         self._known, self._uncached = None, facts
-        _log.warning("%s runs without a cache: %s", Path(facts.model_path).name, error)
+        self._uncached_breaker.failed(time.monotonic())
+        self._say(f"{Path(facts.model_path).name} runs without a cache: {error}")
 
-    def _put(self, turn: SlotTurn, path: Path) -> int:
-        try:
-            slot, data = _parsed(path)
-        except SlotFileError as error:
-            self._cannot_cache(turn.server.facts, error)
-            return 0
+    def _put(self, turn: SlotTurn, path: Path, nbytes: int) -> int:
+        slot, data = _parsed(path, nbytes)
         if slot.form.digest != turn.server.form.digest:
             self._known = None
-            raise SlotFileError("the server has been started with caches of another type")
+            raise LlamaServerError("the server has been started with caches of another type")
         if not np.array_equal(slot.tokens[: len(turn.tokens)], turn.tokens):
             _log.info(
                 "slot %d holds another prompt now: %d of %d tokens", turn.index, len(slot.tokens), len(turn.tokens)
@@ -219,28 +256,51 @@ class SlotCache:
 
     async def _learned(self, headers: Mapping[str, str]) -> KnownServer:
         """The server as it is now, looked at anew where it is another one."""
+        changes = self._adapter_changes
         facts = await self._server.facts(headers)
-        if self._known is not None and self._known.facts == facts:
+        if self._known is not None and self._is_known(self._known, facts):
             return self._known
         async with self._learning:
-            if self._known is None or self._known.facts != facts:
-                if facts == self._uncached or self._learning_breaker.is_open(time.monotonic()):
+            if self._known is None or not self._is_known(self._known, facts):
+                self._refuse_changed_adapters(facts)
+                now_s = time.monotonic()
+                is_uncached = facts == self._uncached and self._uncached_breaker.is_open(now_s)
+                if is_uncached or self._learning_breaker.is_open(now_s):
                     raise UncachedServerError
                 self._known = None
                 try:
-                    self._known = await self._learn(facts, headers)
+                    self._known = await self._learn(facts, changes, headers)
                 except FAILURES:
                     self._learning_breaker.failed(time.monotonic())
                     raise
                 self._learning_breaker.succeeded()
+                self._learned_first = self._known
             return self._known
 
-    async def _learn(self, facts: LlamaFacts, headers: Mapping[str, str]) -> KnownServer:
+    def _refuse_changed_adapters(self, facts: LlamaFacts) -> None:
+        """The server goes on with KV of other scales, from its slots and its own cache in memory, so that nobody can
+        tell which KV is whose until it is started anew.
+        """
+        first = self._learned_first
+        if first is None or not facts.adapters or first.facts.start != facts.start or self._is_known(first, facts):
+            return
+        self._known = None
+        self._adapter_changes += 1  # if they change back, too
+        raise LlamaServerError("scales of adapters have changed: no prompt is cached until llama-server starts anew")
+
+    def _is_known(self, server: KnownServer, facts: LlamaFacts) -> bool:
+        return server.facts == facts and server.adapter_changes == self._adapter_changes
+
+    async def _learn(self, facts: LlamaFacts, adapter_changes: int, headers: Mapping[str, str]) -> KnownServer:
+        weights = await self._in_thread(lambda: self._files.model(facts))
+        lora = await self._in_thread(lambda: self._files.adapters(facts))
         path = self._folder / FILE.format(uuid.uuid4().hex)
         try:
             await self._server.probe(headers)
-            await self._server.save_slot(0, path.name, headers)
-            form = (await self._in_thread(lambda: _parsed(path)))[0].form
+            nbytes = await self._server.save_slot(0, path.name, headers)
+            form = (await self._in_thread(lambda: _parsed(path, nbytes)))[0].form
+        except OtherSlotError as error:
+            raise LlamaServerError(f"slot 0 is in other use: {error}") from None
         except SlotFileError as error:
             self._cannot_cache(facts, error)
             raise UncachedServerError from None
@@ -250,27 +310,10 @@ class SlotCache:
             ) from None
         finally:
             path.unlink(missing_ok=True)
-        weights = await self._in_thread(lambda: self._fingerprint(facts.model_path))
-        lora = await self._in_thread(lambda: self._adapters(facts))
         name = Path(facts.model_path).stem
         namespace = Namespace(weights, form.digest, RUN_TOKENS, LLAMA_CPP_LAYOUT, lora=lora, name=name)
         _log.info("%s: %d slots, %d bytes of KV for each token", name, facts.slot_count, form.token_bytes)
-        return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count))
-
-    def _adapters(self, facts: LlamaFacts) -> str:
-        return " ".join(f"{self._fingerprint(path)}*{scale}" for path, scale in facts.adapters if scale)
-
-    def _fingerprint(self, path: str) -> str:
-        """A digest of the file's weights, or of all files where they are split. Raises OSError."""
-        first = Path(path)
-        shard = _SHARD.match(first.name)
-        files = sorted(first.parent.glob(f"{shard[1]}-*-of-*.gguf")) if shard else [first]
-        state = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
-        known = self._weights.get(path)
-        if known is None or known[0] != state:
-            known = (state, " ".join(f"{fingerprint(file)} {_head(file)}" for file in files))
-            self._weights = {path: known} if len(self._weights) > 64 else {**self._weights, path: known}
-        return known[1]
+        return KnownServer(facts, form, namespace, SlotLedger(facts.slot_count), adapter_changes)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._lookers, work)
@@ -284,18 +327,18 @@ class SlotCache:
             self._breaker.failed(time.monotonic())
         if isinstance(error, UncachedServerError):
             return
-        text = f"{what}: {error}"
+        self._say(f"{what}: {error}")
+
+    def _say(self, text: str) -> None:
         if text not in self._told and len(self._told) < 64:
             self._told.add(text)
             _log.warning("%s", text)
 
 
-def _head(path: Path) -> str:
-    """A digest of a file's first bytes, which have the model's settings."""
-    with path.open("rb") as stream:
-        return hashlib.sha256(stream.read(HEAD_BYTES)).hexdigest()
-
-
-def _parsed(path: Path) -> tuple[ParsedSlot, np.memmap]:
+def _parsed(path: Path, nbytes: int) -> tuple[ParsedSlot, np.memmap]:
+    """Read a file that the server says has so many bytes. Raises SlotFileError, LlamaServerError, OSError."""
+    found = path.stat().st_size
+    if not 0 < found == nbytes:
+        raise LlamaServerError(f"llama-server wrote {found} of a slot's {nbytes} bytes: is {path.parent} full?")
     data = np.memmap(path, np.uint8, "r")
     return parse(data), data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ class SlotStore:
         deadline_s = time.monotonic() + LOAD_S
         plan = form.plan(tokens)
         with path.open("wb") as stream:
-            stream.truncate(plan.nbytes)
+            os.posix_fallocate(stream.fileno(), 0, plan.nbytes)  # a full folder would end the process otherwise
         data = np.memmap(path, np.uint8, "r+")
         came = 0
         for batch in self._batches(keys, form):

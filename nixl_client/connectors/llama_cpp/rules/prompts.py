@@ -54,6 +54,11 @@ def prompt_of(path: str, body: bytes) -> AskedPrompt | None:
     return None if found is None or not len(found) else AskedPrompt(tokens=found)
 
 
+def may_change_adapters(method: str, path: str, body: bytes) -> bool:
+    """Whether a request may set adapters' scales, or leave KV of its own ones in a slot; a name may be escaped."""
+    return method != "GET" and ("lora-adapters" in path or b"lora" in body or b"\\u00" in body)
+
+
 def tokens_in(value: Any) -> Tokens | None:
     """The tokens of a JSON array; None where it is not all tokens."""
     if not isinstance(value, list) or len(value) > TOKENS_MAX or set(map(type, value)) - {int}:

@@ -44,6 +44,10 @@ class SlotFileError(ValueError):
     """The file is not of this form, or its KV cannot be cut by tokens. The text says why."""
 
 
+class OtherSlotError(SlotFileError):
+    """The slot held no prompt of text when it was written: that says nothing about the server's other slots."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPart:
     """One layer's keys or values: `header` as in the file, then `row_count` rows with `cell_bytes` for each token."""
@@ -152,7 +156,9 @@ def parse(data: Bytes) -> ParsedSlot:
         raise SlotFileError(f"a slot of {count} words")
     words = reader.words(count)
     if tuple(words[:3]) != (0xFFFFFFFF, 1, count - 4) or words[-1] != 0:
-        raise SlotFileError("the slot holds more than the tokens of a text")
+        raise OtherSlotError("the slot holds more than the tokens of a text")
+    if count == 4:
+        raise OtherSlotError("the slot is empty")
     tokens = words[3:-1].copy()
     found = _sections(data, reader.at, SECTIONS_MAX)
     for section in found:

@@ -1,0 +1,38 @@
+"""The server's word about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nixl_client.connectors.llama_cpp.llama_server import ADAPTERS_MAX, SLOTS_MAX, LlamaServer, LlamaServerError
+
+
+class ToldServer(LlamaServer):
+    """Answers without a connection."""
+
+    def __init__(self, slots: int = 1, tokens: int = 4096, adapters: int = 0) -> None:
+        self._answers: dict[str, Any] = {
+            "/props": {
+                "model_path": "/m.gguf", "total_slots": slots, "default_generation_settings": {"n_ctx": tokens},
+            },
+            "/lora-adapters": [{"path": f"/{index}.gguf", "scale": 1.0} for index in range(adapters)],
+        }  # fmt: skip
+
+    async def _called(self, method: str, path: str, *_: Any, **__: Any) -> Any:
+        return self._answers[path]
+
+
+async def test_every_adapter_counts() -> None:
+    """KV of one that is left out would have the name of KV without it."""
+    assert len((await ToldServer(adapters=ADAPTERS_MAX).facts({})).adapters) == ADAPTERS_MAX
+    with pytest.raises(LlamaServerError, match="65 adapters"):
+        await ToldServer(adapters=ADAPTERS_MAX + 1).facts({})
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(0, 1), (-1, 1), (SLOTS_MAX + 1, 1), (10**9, 1), (1, 0)])
+async def test_slots_that_no_server_has_are_refused(slots: int, tokens: int) -> None:
+    with pytest.raises(LlamaServerError, match="slots of"):
+        await ToldServer(slots, tokens).facts({})
+    assert (await ToldServer(SLOTS_MAX).facts({})).slot_count == SLOTS_MAX
