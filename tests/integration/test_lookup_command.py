@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +113,8 @@ def test_what_is_stored_of_a_prompt_is_told(
     said = capsys.readouterr().out
     assert "14 tokens, 3 whole chunks of 4" in said
     assert "2 chunks from the first: 8 tokens (57%), 16 KiB, in chunks at" in said
-    assert "from        2 in the data directory" in said or "from        2 in memory" in said
+    places = re.findall(r"([0-9]+) in (?:memory|the data directory)", said)  # equal bytes of others may be in memory
+    assert sum(map(int, places)) == 2
 
 
 MESSAGES = [{"role": "user", "content": "a prompt"}]
