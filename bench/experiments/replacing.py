@@ -41,7 +41,7 @@ SETS: Mapping[str, tuple[Codec, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplacingSettings:
-    """What to replay: each trace at each capacity, as parts of all its chunks, for each worth of quality in seconds."""
+    """Each trace is replayed at each capacity, as parts of all its chunks, for each worth of quality in seconds."""
 
     traces: tuple[Trace, ...] = options.choice("--traces", tuple(Trace), tuple(Trace))
     capacities: tuple[float, ...] = options.setting("--capacities", (0.1, 0.25, 0.5), (0.25,), each(real(1e-3, 1)))
@@ -128,7 +128,7 @@ def show(result: Json) -> dict[str, Section]:
 
 
 def plot(result: Json, path: Path) -> None:
-    """What each set of codecs costs over none, by capacity."""
+    """Draw the cost of each set of codecs over none, by capacity."""
     draw(CHART, list(_drawn(result)), "replayed streams; cost over that without codecs", path)
 
 

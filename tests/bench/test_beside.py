@@ -83,7 +83,7 @@ class TestRun:
     def measured(
         self, monkeypatch: pytest.MonkeyPatch, changed: Mapping[Way, Answer] | None = None, runs: int = 2
     ) -> tuple[EngineSettings, dict[str, Any], dict[Way, FakeEngine]]:
-        """What comes of engines that answer so; the prefix of each round decides the tokens."""
+        """The result of engines that answer so; the prefix of each round decides the tokens."""
         asked = replace(settings("--beside --smoke"), runs=runs)
         engines: dict[Way, FakeEngine] = {}
         for way in BESIDE:

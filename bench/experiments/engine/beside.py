@@ -38,7 +38,7 @@ TARGETS = (
     ("the layerwise connector, loads ahead: the same", Way.AHEAD),
 )
 Session = Mapping[Way, Answer]
-"""What each engine answered in one turn."""
+"""The answers of the engines in one turn."""
 
 
 def measure_beside(settings: EngineSettings) -> dict[str, Any]:

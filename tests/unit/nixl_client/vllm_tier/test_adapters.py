@@ -94,7 +94,7 @@ def test_a_request_whose_tokens_change_has_no_more_names() -> None:
 
 
 def test_once_the_adapter_has_changed_no_block_has_a_name() -> None:
-    """What the worker computes from then on may be the other adapter's. It does not matter that it changes back."""
+    """The worker may compute with the other adapter from then on, also where the files change back."""
     request, answers = asked("a", "/x/a", range(8)), [True, False, True]
     names = AdapterHashes(request, hasher, "sum", lambda: answers.pop(0))
     found = []

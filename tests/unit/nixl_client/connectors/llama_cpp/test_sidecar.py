@@ -82,7 +82,7 @@ async def test_a_client_that_holds_a_slot_and_reads_slowly_is_cut_off(monkeypatc
 async def test_changes_of_adapters_count_when_they_begin_and_when_they_end(
     method: str, path: str, body: bytes, counted: list[int]
 ) -> None:
-    """One that has begun may not have taken effect when the server is asked for its adapters."""
+    """A change that has begun may not have taken effect when the server is asked for its adapters."""
     changes: list[None] = []
     seen: list[int] = []
 

@@ -88,7 +88,7 @@ def test_the_first_step_costs_at_most_what_leaving_costs_and_a_further_one_is_ta
 
 
 def test_the_smaller_a_chunk_is_the_later_it_leaves() -> None:
-    """One that is a third in size frees a third, for as much computing again."""
+    """A chunk of a third of the size frees a third of the room, and computing it again takes as long."""
     for alpha_s in (0.0, 0.05, 1e6):
         found = ladder(alpha_s)
         assert 2 ** (found[-1].step / STEPS_PER_OCTAVE) == pytest.approx(found[0].nbytes / found[-1].nbytes, rel=0.1)

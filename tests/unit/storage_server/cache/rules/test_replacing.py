@@ -1,4 +1,4 @@
-"""What the books of a cache know of objects that are to be replaced by encoded ones."""
+"""The books of a cache know which objects are to be replaced by encoded ones, and how that ended."""
 
 from __future__ import annotations
 
