@@ -12,7 +12,7 @@ from descriptors.lifecycle import DAY_S
 from descriptors.objects import CACHE_BYTES_MIN
 from descriptors.units import GIB, KIB, MIB
 from storage_server.cache.policies.choice import Eviction
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.delivery.scheduler.settings import SchedulerSettings
 from storage_server.planning.durability import Durability
 from storage_server.planning.losses import LossTable

@@ -12,7 +12,7 @@ from descriptors.chunk_flags import CONTENT_CLASS
 from descriptors.prefix_keys import MODEL_LABEL
 from objectcache.cli.config_values import ConfigError, Model, Rate, shown
 from objectcache.kv_codecs.layer import Codec
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.forms import TIER_CODECS
 from storage_server.planning.losses import LossTable, ModelLosses
 from storage_server.planning.losses_file import LOSSES_BYTES_MAX, WrongLossesError, parse_losses
@@ -61,7 +61,6 @@ class CompressionConfig(Model):
     alpha_s: Annotated[float, shown(1.0, "what quality 1 is worth, in seconds", ge=0, le=1e6)] = 1.0
     memory_bytes_per_s: Annotated[Rate, shown(8e9, "`calibrate theta` measures these two", gt=0)] = 8e9
     home_bytes_per_s: Annotated[Rate, shown(1e9, gt=0)] = 1e9
-    half_life_s: Annotated[float, shown(600.0, "a use counts half after this time", ge=1, le=1e6)] = 600.0
     losses: Annotated[Path | None, shown("losses.json", "`calibrate quality` writes it")] = None
     codecs: dict[str, CodecConfig] = Field(default_factory=dict)
     classes: Annotated[
@@ -104,7 +103,6 @@ class CompressionConfig(Model):
             alpha_s=self.alpha_s,
             memory_bytes_per_s=self.memory_bytes_per_s,
             home_bytes_per_s=self.home_bytes_per_s,
-            half_life_s=self.half_life_s,
         )
 
 

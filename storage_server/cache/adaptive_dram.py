@@ -1,4 +1,4 @@
-"""The DRAM tier that compresses: what the utility policy decides is carried out behind deliveries. A chunk may lie
+"""The DRAM tier that compresses: what its policy decides is carried out behind deliveries. A chunk may lie
 there encoded; readers that take only exact chunks get it from its home then.
 
 A chunk that is encoded in place is read by nobody at that moment: its new bytes are written to the beginning of its
@@ -18,13 +18,10 @@ from objectcache.adapters.memory_area import Area, PrivateArea
 from objectcache.adapters.threads import in_parts, let_others_run
 from objectcache.kv_codecs.layer import Codec, goes_on
 from storage_server.cache.dram import DramTier
-from storage_server.cache.policies.utility_policy import (
-    ChunkUse,
-    Encoding,
-    TierDecision,
-    UtilityPolicy,
-    UtilitySettings,
-)
+from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.memory_policy import Encoding, MemoryPolicy, TierDecision
+from storage_server.cache.policies.reader_forms import ChunkUse
+from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.cache.recoding import Recoder
 from storage_server.cache.rules.residency import Key, key_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
@@ -39,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class AdaptiveTier(DramTier):
-    """`nbytes` of memory for chunks of `source`, by the utility of each. It takes no landings: a chunk may come in
-    another form than it is read in.
+    """`nbytes` of memory for chunks of `source`, in the forms that are worth most; `eviction` says in which order they
+    have their turns. It takes no landings: a chunk may come in another form than it is read in.
     """
 
     def __init__(
@@ -49,9 +46,10 @@ class AdaptiveTier(DramTier):
         source: ChunkSource,
         settings: UtilitySettings,
         make_area: Callable[[int], Area] = PrivateArea,
+        eviction: Eviction = Eviction.REUSE_VALUE,
     ) -> None:
         super().__init__(nbytes, source, make_area)
-        self._utility = UtilityPolicy(self.nbytes, settings, ALIGNMENT_BYTES)
+        self._forms_policy = MemoryPolicy(self.nbytes, settings, ALIGNMENT_BYTES, eviction)
         self.recoder = Recoder()
         self._wanted: dict[int, Encoding] = {}
         """How chunks are to come encoded, by the offsets of their spans, until they have come."""
@@ -69,7 +67,7 @@ class AdaptiveTier(DramTier):
     @property
     def decided_bytes(self) -> int:
         """The bytes of all chunks that are to be in memory."""
-        return self._utility.used_bytes
+        return self._forms_policy.used_bytes
 
     async def close(self) -> None:
         """As in DramTier."""
@@ -79,7 +77,7 @@ class AdaptiveTier(DramTier):
     async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
         known = await self._whole(extents)
         uses = [ChunkUse(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
-        decision = await self._in_books(partial(self._utility.request, time.monotonic(), uses, reading))
+        decision = await self._in_books(partial(self._forms_policy.request, time.monotonic(), uses, reading))
         await self._evict(decision)
         await self._recode(decision)
         return await self._admit(decision, known)
@@ -115,17 +113,17 @@ class AdaptiveTier(DramTier):
             self.residency.release(key)
         if made is None:
             if before is None:
-                self._utility.note_unencodable(key, reading.shape)
+                self._forms_policy.note_unencodable(key, reading.shape)
             return False
         encoded, data = made
         if before is None:
-            self._utility.note_error(reading, codec, encoded.worst_error)
+            self._forms_policy.note_error(reading, codec, encoded.worst_error)
         for _ in range(RECODE_ATTEMPTS):
             if self.residency.place(key) != place:
                 return False
             if self.residency.recode(key, encoded):
                 self._view[offset : offset + len(data)] = data
-                self._utility.note_made(key, encoded)
+                self._forms_policy.note_made(key, encoded)
                 return True
             await asyncio.sleep(RECODE_PAUSE_S)
         return False
@@ -182,7 +180,7 @@ class AdaptiveTier(DramTier):
 
     async def _forgotten(self, keys: Sequence[Key]) -> None:
         if keys:
-            await self._in_books(partial(self._utility.remove, list(keys)))
+            await self._in_books(partial(self._forms_policy.remove, list(keys)))
 
     def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
         wanted = self._wanted.get(offset)
@@ -197,7 +195,7 @@ class AdaptiveTier(DramTier):
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
         if made is None:
-            self._utility.note_unencodable(key_of(extent), reading.shape)
+            self._forms_policy.note_unencodable(key_of(extent), reading.shape)
             return False
         encoded, data = made
         self._view[offset : offset + len(data)] = data
@@ -207,6 +205,6 @@ class AdaptiveTier(DramTier):
     def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
         wanted, encoded = self._wanted.pop(offset, None), self._made.pop(offset, None)
         if wanted is not None and encoded is not None:
-            self._utility.note_error(wanted.reading, encoded.codec, encoded.worst_error)
-            self._utility.note_made(key_of(extent), encoded)
+            self._forms_policy.note_error(wanted.reading, encoded.codec, encoded.worst_error)
+            self._forms_policy.note_made(key_of(extent), encoded)
         return encoded

@@ -27,7 +27,7 @@ from descriptors.storage_api import Piece
 from objectcache.adapters.threads import to_end
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.ladder import ChunkForm, Ladder, Ladders
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.cache.recoding import Recoder
 from storage_server.cache.rules.entry import Name
 from storage_server.cache.rules.replacing import MakeLadder, Replacement

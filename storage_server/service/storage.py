@@ -262,7 +262,7 @@ class EmbeddedStorage:
 
 def _tier_of(settings: StorageSettings, source: ChunkSource, make_area: Callable[[int], Area]) -> DramTier:
     if settings.compression is not None:
-        return AdaptiveTier(settings.dram_bytes, source, settings.compression, make_area)
+        return AdaptiveTier(settings.dram_bytes, source, settings.compression, make_area, settings.eviction)
     takes_landings = settings.cold_reads is ColdReads.DIRECT
     return DramTier(settings.dram_bytes, source, make_area, settings.eviction, takes_landings=takes_landings)
 

@@ -24,7 +24,7 @@ from objectcache.kv_codecs.encoding import decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from objectcache.kv_codecs.loss import loss
 from storage_server.cache.adaptive_dram import AdaptiveTier
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from tests.support.requests import OTHER, OWNER, request
 from tests.support.servers import LocalStack, ucx_of
 from tests.support.waiting import eventually
@@ -57,16 +57,9 @@ def decoded(chunk: np.ndarray, codec: Codec) -> np.ndarray:
 
 
 @pytest.fixture
-def half_life_s() -> float:
-    return 600.0
-
-
-@pytest.fixture
-def local(request: pytest.FixtureRequest, tmp_path: Path, half_life_s: float) -> Iterator[LocalStack]:
+def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack]:
     """A server whose DRAM tier has room for all chunks at 4 bits, and for no more than three exact ones."""
-    utility = UtilitySettings(
-        FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8, half_life_s=half_life_s
-    )
+    utility = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
     with LocalStack(
         tmp_path,
         ucx=ucx_of(request),
@@ -325,11 +318,8 @@ def test_damage_in_an_encoded_chunk_is_never_announced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half_life_s", [0.1])
 def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
-    """Readers with several wishes in turn, over more chunks than fit, and earlier ones are soon forgotten: every byte
-    is the exact one or the decoded one.
-    """
+    """Readers have several wishes in turn, over more chunks than fit: every byte is the exact or the decoded one."""
     keys, chunks = kv_chunks(24, seed=3)
     back = {Codec.KIVI4.value: np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]),
             Codec.KIVI8.value: np.stack([decoded(chunk, Codec.KIVI8) for chunk in chunks]), EXACT: chunks}  # fmt: skip

@@ -21,7 +21,7 @@ from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import encode, encoded_bytes_max
 from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape
 from objectcache.kv_codecs.slots import Run, WrongChunkError
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 from tests.integration.test_compression import (
     COUNT,
     ENCODED_BYTES,

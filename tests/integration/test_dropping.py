@@ -17,7 +17,7 @@ from objectcache.kv_codecs.dropping import chosen_places
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.cache.adaptive_dram import AdaptiveTier
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from tests.support.servers import LocalStack, ucx_of
 from tests.support.waiting import eventually
 

@@ -19,7 +19,7 @@ from nixl_client.transports.transport import Transport
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack, ucx_for
 from tests.support.waiting import LIMIT_S, eventually

@@ -18,7 +18,7 @@ from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.layer_forms import EXACT, LossBasis, parse_forms
 from objectcache.kv_codecs.chains import Chain
 from objectcache.kv_codecs.layer import Codec
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
 from tests.integration.test_compression import (
     COUNT,

@@ -27,7 +27,7 @@ from objectcache.kv_codecs.layer import Codec
 from objectcache.kv_codecs.loss import loss
 from storage_server.cache.caches import ahead_bytes_of
 from storage_server.cache.policies.choice import Eviction
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.cache.recoding import Recoder
 from storage_server.planning.extent import aligned
 from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import numpy as np
 
-from storage_server.cache.policies.optimizer import Optimizer, upper_bound
-from storage_server.cache.policies.utility import Form, TieredEntry, TierModel
+from bench.paper.compression.optimizer import Optimizer, TieredEntry, TierModel, upper_bound
+from storage_server.cache.policies.utility import Form
 
 EXACT = "exact"
 """The form besides the codecs."""

@@ -42,13 +42,12 @@ from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encode, encode_further
 from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
 from objectcache.kv_codecs.slots import decode_packed
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 
 FIXED = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2, Codec.STREAMING50, Codec.KEYDIFF50)
 """One codec for everything."""
 MEMORY_BYTES_PER_S, DECODED_BYTES_PER_S = 1e9, 2e9
 FETCH_S = 60.0
-HALF_LIFE_USES = 20
 RESAMPLES = 2000
 LOADS = (0.3, 0.6, 0.9)
 """Arrivals by Poisson, as a part of what the way of exact chunks can serve."""
@@ -162,7 +161,6 @@ def ways(case: LiveCase, shape: KvShape, known: Qualities) -> Iterator[Way]:
     settings = UtilitySettings(
         memory_bytes_per_s=MEMORY_BYTES_PER_S,
         home_bytes_per_s=shape.layout.chunk_bytes / case.load_s,
-        half_life_s=half_life_s(case),
     )
     element = str(shape.dtype).removeprefix("torch.")
     for codec in FIXED:
@@ -177,13 +175,6 @@ def ways(case: LiveCase, shape: KvShape, known: Qualities) -> Iterator[Way]:
     for alpha_s in case.alphas_s:
         mine = replace(settings, codecs=codecs, class_qualities=classes, alpha_s=alpha_s)
         yield Way(f"ours, alpha {alpha_s:g} s", mine, accept, alpha_s)
-
-
-def half_life_s(case: LiveCase) -> float:
-    """As docs/guides/compression.md recommends it: a context that is just worth keeping is used twenty times then."""
-    weights = 1.0 / np.arange(1, case.contexts + 1) ** SKEW
-    share = weights[max(1, round(case.memory_share * case.contexts)) - 1] / weights.sum()
-    return float(HALF_LIFE_USES / share * (case.load_s + case.pause_s))
 
 
 def known_qualities(model_name: str, case: LiveCase, seed: int) -> Qualities:

@@ -20,7 +20,7 @@ from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from objectcache.calibration.servers import BUCKET
 from objectcache.cli.serve import Listen, Together
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Takes
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable

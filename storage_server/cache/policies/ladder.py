@@ -1,27 +1,27 @@
-"""The forms through which a stored chunk goes before it leaves, and the price at which each step is taken. Pure.
+"""The forms through which a chunk goes before it leaves a cache, and the price at which each step is taken. Pure.
 
-A use of a chunk that is cached saves computing it: `computed_bytes_per_s` says how long that takes. It is read instead,
-and decoded. A use of an encoded one loses quality, which `alpha_s` weighs. So a step has a price: what it costs a use,
-for each byte that it frees, over what eviction of the exact chunk costs. The chunk whose price times
-its expected uses is least takes its next step (storage_server.cache.policies.policy). Source: AdaptCache (002), "policy
-optimizer"; here the prices of one chunk are made once, and uses are those of reuse-value.
+A use of a chunk that is there saves what it would take without it: computing it where it is stored, loading it from its
+home where it is in memory. It is read instead, and decoded. A use of an encoded one loses quality, which `alpha_s`
+weighs. So a step has a price: what it costs a use, for each byte that it frees, over what eviction of the exact chunk
+costs. The chunk whose price times its expected uses is least takes its next step
+(storage_server.cache.policies.policy). Source: AdaptCache (002), "policy optimizer": marginal drop = (U before - U
+after) / bytes freed; here the prices of one chunk are made once, and uses are those of the order.
 
     alpha 0.5 s, a chunk of 32 MB that takes 32 ms to compute, and 8 ms to read
     exact to kivi8-1     costs  7 ms, frees 14 MB     price 0.67     before exact chunks of as many uses leave
     kivi8-1 to k8v4-1    costs  9 ms, frees  4 MB     price 3.0      not taken: it costs more than leaving
     kivi8-1 leaves       costs 19 ms, frees 18 MB     price 1.4      after exact chunks of as many uses have left
 
-The owner of a bucket that replaces chunks has said that an encoded chunk is better than none, so the price of the first
-step is at most that of leaving, and a further one is taken only where it costs less. None of the codecs drops tokens:
-nobody could get those back, and few readers can do without.
+`Ladders` makes those of stored chunks. The owner of a bucket that replaces chunks has said that an encoded chunk is
+better than none, so the price of the first step is at most that of leaving, and a further one is taken only where it
+costs less. None of the codecs drops tokens: nobody could get those back, and few readers can do without.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from descriptors.kv_forms import KvLayout
@@ -29,8 +29,7 @@ from objectcache.kv_codecs.chains import Chain
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on, takes
 from storage_server.cache.policies.use_worth import STEPS_PER_OCTAVE
-from storage_server.cache.policies.utility import Form, TieredEntry, TierModel, TierPlacement, utility
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import Form, UtilitySettings, use_cost_s
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 from storage_server.planning.forms import LossView, shape_of
 
@@ -67,19 +66,55 @@ class ChunkForm(NamedTuple):
     content_class: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """A form, the seconds that a use of it costs more than one of the exact chunk, and those that it takes to be there,
-    which are among them.
+class FormCost(NamedTuple):
+    """A form of a chunk: the room that it takes, the seconds that a use of it costs more than one of the exact chunk,
+    and those that a use saves because the chunk is there.
     """
 
     codec: Codec
     nbytes: int
     cost_s: float
-    loaded_s: float
+    saved_s: float
 
 
-LAST: tuple[float, _Costs | None] = (math.inf, None)
+_NO_STEP: tuple[float, FormCost | None] = (math.inf, None)
+
+
+def ladder_from(
+    present: FormCost,
+    unit: float,
+    able: Callable[[FormCost, Chain], Sequence[FormCost]],
+    change_s: Callable[[FormCost, FormCost], float] = lambda before, after: 0.0,
+    *,
+    first_is_bounded: bool = False,
+) -> Ladder:
+    """The ladder of a chunk from its present form on. `unit` is what a use of the exact chunk saves, for each byte.
+    `able` has the smaller forms that it may go on to, behind the codecs that it passes here. A change that has to be
+    loaded costs `change_s`, as if for one use; so the chunk goes at once to a form from which it will not have to go on
+    so for less. With `first_is_bounded` the price of encoding an exact chunk is at most that of leaving.
+    """
+    at, rungs = present, list[Rung]()
+    passed: Chain = ()
+    while True:
+        leaving = at.saved_s / at.nbytes / unit
+        price, after = _cheapest(at, able(at, passed), unit, change_s)
+        is_bounded = first_is_bounded and at.codec is Codec.EXACT
+        if after is None or (price > leaving and not is_bounded):
+            return (*rungs, Rung(at.codec, at.nbytes, _step_of(leaving)))
+        rungs.append(Rung(at.codec, at.nbytes, _step_of(min(leaving, price))))
+        at, passed = after, (*passed, after.codec)
+
+
+def _cheapest(
+    at: FormCost, able: Sequence[FormCost], unit: float, change_s: Callable[[FormCost, FormCost], float]
+) -> tuple[float, FormCost | None]:
+    prices = [(each.cost_s - at.cost_s + change_s(at, each)) / (at.nbytes - each.nbytes) / unit for each in able]
+    price, after = min(zip(prices, able, strict=True), key=lambda pair: (pair[0], pair[1].nbytes), default=_NO_STEP)
+    if after is not None:
+        for later in sorted(able, key=lambda each: -each.nbytes):
+            if later.nbytes < after.nbytes and later.cost_s - after.cost_s < change_s(after, later):
+                after = later
+    return price, after
 
 
 class Ladders:
@@ -105,59 +140,52 @@ class Ladders:
         return ladder
 
     def _made(self, form: ChunkForm, losses: LossView | None, refused: Collection[Codec]) -> Ladder:
-        layout, shape = form.layout, shape_of(form.layout)
-        computed_s = layout.nbytes / self._computed_rate(layout)
-        chain, present = form.chain, form.chain[-1] if form.chain else Codec.EXACT
-        all_costs = self._costs(form, present)
-        at = next(each for each in all_costs if each.codec is present)
+        shape, num_layers = shape_of(form.layout), form.layout.num_layers
+        present = form.chain[-1] if form.chain else Codec.EXACT
+        costs = self._costs(form, present)
 
-        def saved_for_byte(form: _Costs) -> float:
-            return max(computed_s - form.loaded_s, SAVED_FRACTION_MIN * computed_s) / form.nbytes
-
-        unit = saved_for_byte(all_costs[0])
-        rungs: list[Rung] = []
-        while True:
-            leaving = saved_for_byte(at) / unit
-            bears = _bearing(losses, shape, layout.num_layers, chain)
-            able = [
+        def able(at: FormCost, passed: Chain) -> list[FormCost]:
+            bears = _bearing(losses, shape, num_layers, (*form.chain, *passed))
+            return [
                 each
-                for each in all_costs
+                for each in costs
                 if each.nbytes < at.nbytes and each.codec not in refused and goes_on(at.codec, each.codec)
                 and takes(each.codec, shape.tokens) and bears(each.codec)
             ]  # fmt: skip
-            prices = [(each.cost_s - at.cost_s) / (at.nbytes - each.nbytes) / unit for each in able]
-            price, after = min(zip(prices, able, strict=True), key=lambda pair: (pair[0], pair[1].nbytes), default=LAST)
-            if after is None or (price > leaving and at.codec is not Codec.EXACT):
-                rungs.append(Rung(at.codec, at.nbytes, _step_of(leaving)))
-                return tuple(rungs)
-            rungs.append(Rung(at.codec, at.nbytes, _step_of(min(leaving, price))))
-            at, chain = after, (*chain, after.codec)
+
+        at = next(each for each in costs if each.codec is present)
+        return ladder_from(at, costs[0].saved_s / costs[0].nbytes, able, first_is_bounded=True)
 
     def _computed_rate(self, layout: KvLayout) -> float:
         token_layer_bytes = layout.nbytes // (layout.num_layers * layout.tokens)
         return self._computed_bytes_per_s.get((layout.num_layers, token_layer_bytes), COMPUTED_BYTES_PER_S)
 
-    def _costs(self, form: ChunkForm, present: Codec) -> list[_Costs]:
-        """The costs of the exact chunk, and of all forms that are smaller."""
+    def _costs(self, form: ChunkForm, present: Codec) -> list[FormCost]:
+        """The costs of the exact chunk, and of all forms that are smaller. Of an encoded one that was made by a codec
+        without figures nothing is known, so it costs a use nothing.
+        """
         settings, layout, shape = self._settings, form.layout, shape_of(form.layout)
         qualities = settings.class_qualities.get(form.content_class, {})
-        home = (TierModel("home", layout.nbytes, settings.home_bytes_per_s),)
-        exact = Form(Codec.EXACT.value, layout.nbytes)
-        read_s = layout.nbytes / settings.home_bytes_per_s
-        found = [_Costs(Codec.EXACT, _room_of(layout.nbytes), 0.0, read_s)]
+        rate = settings.home_bytes_per_s
+        computed_s, exact_s = layout.nbytes / self._computed_rate(layout), layout.nbytes / rate
+
+        def cost_of(codec: Codec, nbytes: int, cost_s: float, loaded_s: float) -> FormCost:
+            saved_s = max(computed_s - loaded_s, SAVED_FRACTION_MIN * computed_s)
+            return FormCost(codec, max(ALIGNMENT_BYTES, aligned(nbytes)), cost_s, saved_s)
+
+        found = [cost_of(Codec.EXACT, layout.nbytes, 0.0, exact_s)]
         for codec in dict.fromkeys((*settings.codecs, present)):
             nbytes = layout.nbytes if codec is Codec.EXACT else layout.num_layers * encoded_bytes_max(codec, shape)
             if codec is Codec.EXACT or (codec is not present and (codec.drops_tokens or nbytes >= layout.nbytes)):
                 continue
-            cost_s, loaded_s = 0.0, nbytes / settings.home_bytes_per_s
-            if (figures := settings.codecs.get(codec)) is not None:
-                decode_s = layout.nbytes / figures.decoded_bytes_per_s
-                loaded_s += decode_s
-                encoded = Form(codec.value, nbytes, qualities.get(codec, figures.quality), decode_s)
-                entry = TieredEntry(codec, 1.0, (exact, encoded), 0.0)
-                before, after = (utility(entry, TierPlacement(0, at), home, settings.alpha_s) for at in (0, 1))
-                cost_s = before - after
-            found.append(_Costs(codec, _room_of(nbytes), cost_s, loaded_s))
+            figures = settings.codecs.get(codec)
+            if figures is None:
+                found.append(cost_of(codec, nbytes, 0.0, nbytes / rate))
+                continue
+            decode_s = layout.nbytes / figures.decoded_bytes_per_s
+            encoded = Form(codec.value, nbytes, qualities.get(codec, figures.quality), decode_s)
+            cost_s = use_cost_s(encoded, rate, settings.alpha_s) - exact_s
+            found.append(cost_of(codec, nbytes, cost_s, nbytes / rate + decode_s))
         return found
 
 
@@ -171,7 +199,3 @@ def _bearing(losses: LossView | None, shape: LayerShape, num_layers: int, chain:
 
 def _step_of(price: float) -> int:
     return round(STEPS_PER_OCTAVE * math.log2(max(PRICE_MIN, price)))
-
-
-def _room_of(nbytes: int) -> int:
-    return max(ALIGNMENT_BYTES, aligned(nbytes))

@@ -45,6 +45,10 @@ class EvictionPolicy:
         self._queued_count = 0
         self.encoded: dict[Key, Rung] = {}
         """The residents that are to be encoded, and their new forms, until the caller takes them out of here."""
+        self._has_ladders = False
+        """Then a request's chunks are all noted before room is made: else its last ones would leave, since the turns of
+        those before them, which may only have to be encoded, had not come.
+        """
         self._used_bytes = 0
         self._now_s = float("-inf")
 
@@ -82,7 +86,9 @@ class EvictionPolicy:
                 self._order.admit(resident, position)
             else:
                 self._order.use(resident, position)
-            left += self._evicted()
+            if not self._has_ladders:
+                left += self._evicted()
+        left += self._evicted()
         return Change(
             admitted=tuple(key for key in request.keys if key in news and key in self._residents),
             evicted=tuple(key for key in left if key not in news),
@@ -98,6 +104,7 @@ class EvictionPolicy:
             self._order.note_former(former, now_s, len(self._orphans.get(former.key, ())))
             resident = self._residents[former.key] = self._order.made(former.key, former.nbytes)
             resident.ladder = former.ladder
+            self._has_ladders = self._has_ladders or bool(former.ladder)
             self._used_bytes += former.nbytes
             self._queued_count += 1
             self._join(resident, former.parent)
@@ -125,6 +132,7 @@ class EvictionPolicy:
             self._order.take(resident)
         self._used_bytes += nbytes - resident.nbytes
         resident.nbytes, resident.ladder, resident.rung_number = nbytes, ladder, 0
+        self._has_ladders = True
         if not resident.is_held_back:
             self._order.put_back(resident)
         elif resident.may_go:
@@ -187,6 +195,7 @@ class EvictionPolicy:
             if resident is None:
                 resident = self._residents[key] = self._order.made(key, nbytes)
                 resident.ladder = request.ladders.get(key, ())
+                self._has_ladders = self._has_ladders or bool(resident.ladder)
                 news.add(key)
             is_alone = resident.parent is None or not resident.parent.is_resident
             if is_alone and not resident.has_children and parent is not None:

@@ -1,4 +1,4 @@
-"""The readers of a chunk: its decayed uses, by the forms that their readers take. A form that only some of them take is
+"""The readers of a chunk: its last uses, by the forms that their readers take. A form that only some of them take is
 worth less: the others have the exact bytes loaded. Pure.
 
     of ten uses three take exact bytes only   ->  exact: taken by all;  4 bits: taken by 0.7
@@ -13,6 +13,8 @@ from storage_server.planning.forms import Reading
 
 KINDS_MAX = 4
 """Kinds of readers that are remembered for each chunk."""
+KEPT_PART = 15 / 16
+"""A further use keeps this part of what former ones count: about sixteen uses count."""
 COUNT_PART_MIN = 1 / 64
 """A kind with a smaller part of the uses is forgotten."""
 OTHER_SHAPE_FACTOR = 2.0
@@ -33,24 +35,24 @@ Uses = tuple[tuple[ReaderKind, float], ...]
 """Kinds with their counts, the last one last."""
 
 
-def with_use(uses: Uses, kind: ReaderKind, weight: float) -> Uses:
+def with_use(uses: Uses, kind: ReaderKind) -> Uses:
     """These uses and one more."""
-    if not uses:
-        return ((kind, weight),)
     if len(uses) == 1 and uses[0][0] is kind:
-        return ((kind, uses[0][1] + weight),)
-    own = weight + sum(count for each, count in uses if each is kind)
+        return ((kind, 1.0 + KEPT_PART * uses[0][1]),)
+    return with_count(tuple((each, KEPT_PART * count) for each, count in uses), kind, 1.0)
+
+
+def with_count(uses: Uses, kind: ReaderKind, count: float) -> Uses:
+    """These uses, and so many of a kind."""
+    if not uses:
+        return ((kind, count),)
+    own = count + sum(each_count for each, each_count in uses if each is kind)
     others = [each for each in uses if each[0] is not kind]
     least = COUNT_PART_MIN * (own + use_count(others))
     others = [each for each in others if each[1] >= least]
     while len(others) >= KINDS_MAX:
         others.remove(min(others, key=lambda each: each[1]))
     return (*others, (kind, own))
-
-
-def scaled(uses: Uses, factor: float) -> Uses:
-    """The same with all counts multiplied."""
-    return tuple((kind, count * factor) for kind, count in uses)
 
 
 def use_count(uses: Uses | list[tuple[ReaderKind, float]]) -> float:

@@ -14,7 +14,7 @@ from descriptors.units import format_bytes
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.cache.policies.utility_policy import UtilitySettings
+from storage_server.cache.policies.utility import UtilitySettings
 
 _LAYER = LayerShape(512, 1024, Element.BFLOAT16)
 """An ordinary one, which says how much smaller a codec makes KV."""

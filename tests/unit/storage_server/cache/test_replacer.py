@@ -20,7 +20,7 @@ from objectcache.kv_codecs.encoding import decode
 from objectcache.kv_codecs.layer import Codec
 from objectcache.kv_codecs.loss import loss
 from storage_server.cache.policies.ladder import ChunkForm
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.cache.replacer import Made, Replacer
 from storage_server.cache.rules.entry import Entry
 from storage_server.cache.rules.replacing import Replacement

@@ -15,7 +15,7 @@ from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import KIVI, Codec, goes_on
 from storage_server.cache.policies.ladder import ChunkForm, Ladder, Ladders
 from storage_server.cache.policies.use_worth import STEPS_PER_OCTAVE
-from storage_server.cache.policies.utility_policy import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.extent import aligned
 from storage_server.planning.forms import LossView
 from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses

@@ -9,8 +9,10 @@ import pytest
 
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape
+from storage_server.cache.policies.memory_policy import MemoryPolicy
+from storage_server.cache.policies.reader_forms import ChunkUse
 from storage_server.cache.policies.threshold import least_encoded_bytes, told
-from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.forms import Reading
 
 SAMPLE = UtilitySettings({Codec.KIVI4: CodecFigures(0.96, 4e9)}, alpha_s=0.25)
@@ -20,7 +22,7 @@ SAMPLE = UtilitySettings({Codec.KIVI4: CodecFigures(0.96, 4e9)}, alpha_s=0.25)
 def encodes(settings: UtilitySettings, tokens: int) -> bool:
     """Whether one of eight chunks is encoded in a memory that has room for four of them."""
     reading = Reading(LayerShape(tokens, 1024, Element.BFLOAT16), 32, tuple(settings.codecs))
-    policy = UtilityPolicy(4 * reading.exact_bytes, settings)
+    policy = MemoryPolicy(4 * reading.exact_bytes, settings)
     for now_s in range(40):
         keys = [(f"chunk {(now_s + place) % 8}", 0) for place in range(2)]
         decision = policy.request(float(now_s), [ChunkUse(key, reading.exact_bytes) for key in keys], reading)

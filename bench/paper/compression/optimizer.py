@@ -1,13 +1,9 @@
-"""The optimizer: entries come in at their best, and where a tier is too full the move that costs the least utility for
-the bytes that it frees is made: compress an entry further, demote it, or evict it. Source: AdaptCache (002), "policy
-optimizer": marginal drop = (U before - U after) / bytes freed.
+"""002's optimizer: entries come in at their best, and where a tier is too full the move is made that costs the least
+utility for the bytes that it frees: compress an entry further, demote it, or evict it. Source: AdaptCache (002),
+"policy optimizer": marginal drop = (U before - U after) / bytes freed.
 
     DRAM is 64 KiB too full.  A: exact to 4 bits frees 88 KiB and costs 0.2    -> 0.0023 a KiB    this one
                               B: to disk frees 128 KiB and costs 0.9           -> 0.0070 a KiB
-
-Changes are not free where exact bytes have to be loaded for them: an entry comes back exactly, or goes to a form that
-is not made from its present one, only for more than that costs; and it goes at once to a form from which it will not
-have to go on so for less.
 
 This is the greedy solution of a multiple-choice knapsack over tiers. Each tier has a heap of its entries' cheapest
 moves, so a decision looks at a few entries, not at all. An entry in the heap that has changed since is skipped.
@@ -15,18 +11,67 @@ moves, so a decision looks at a few entries, not at all. An entry in the heap th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from storage_server.cache.policies.utility import Form, Key, TieredEntry, TierModel, TierPlacement, best_form, utility
+from storage_server.cache.policies.utility import Form, use_cost_s
 
 PROMOTE_FRACTION = 0.05
 """An entry moves up only where that saves so much of its delay and lost quality: moves cost bandwidth, too."""
 
 STALE_FACTOR, STALE_MIN = 4, 256
 """A heap is made anew when it has so many times the entries that are kept."""
+Key = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class TierModel:
+    """A tier: its room, and the rate at which entries are loaded from it. The first tier is the fastest."""
+
+    name: str
+    capacity_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TieredEntry:
+    """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
+    Raises ValueError for forms that are not in this order.
+    """
+
+    key: Key
+    frequency: float
+    forms: tuple[Form, ...]
+    recompute_s: float
+
+    def __post_init__(self) -> None:
+        sizes = [form.nbytes for form in self.forms]
+        if not sizes or sizes != sorted(sizes, reverse=True) or sizes[-1] < 1:
+            raise ValueError("an entry has forms, largest first")
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlacement:
+    """Where an entry is: the numbers of its tier and its form."""
+
+    tier: int
+    form: int
+
+
+def utility(entry: TieredEntry, placement: TierPlacement | None, tiers: Sequence[TierModel], alpha: float) -> float:
+    """U. `alpha` is the seconds that quality 1 is worth; None stands for an entry that is evicted."""
+    if placement is None:
+        return entry.frequency * (alpha - entry.recompute_s)
+    bytes_per_s = tiers[placement.tier].bytes_per_s
+    return entry.frequency * (alpha - use_cost_s(entry.forms[placement.form], bytes_per_s, alpha))
+
+
+def best_form(entry: TieredEntry, tier: int, tiers: Sequence[TierModel], alpha: float) -> TierPlacement:
+    """The form that has the most utility in a tier, whatever its room; of equal ones the smallest."""
+    placements = [TierPlacement(tier, form) for form in range(len(entry.forms))]
+    return max(reversed(placements), key=lambda placement: utility(entry, placement, tiers, alpha))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +101,6 @@ class Optimizer:
         self._heaps: list[list[tuple[float, int, Key, int]]] = [[] for _ in tiers]
         self._stamps = count(1)
         self._order = count()
-        self.use_weight = 1.0
-        """The weight of a use now, among the frequencies: a load costs as much as a use that takes its time."""
 
     @property
     def used_bytes(self) -> tuple[int, ...]:
@@ -91,34 +134,22 @@ class Optimizer:
         self._relieve(moved)
         return list(self._moves(moved))
 
-    def use(self, key: Key, frequency: float, forms: tuple[Form, ...] | None = None) -> list[Move]:
-        """An entry's frequency is another one; its forms, too, where some are given, among which the present one is. It
-        moves up where that gains enough.
-        """
+    def use(self, key: Key, frequency: float) -> list[Move]:
+        """An entry's frequency is another one. It moves up where that gains enough."""
         known = self._kept.get(key)
         if known is None:
             return []
         before = known.placement
-        if forms is not None:
-            codec = known.entry.forms[before.form].codec
-            before = replace(before, form=next(at for at, form in enumerate(forms) if form.codec == codec))
-        entry = replace(known.entry, frequency=frequency, forms=known.entry.forms if forms is None else forms)
+        entry = replace(known.entry, frequency=frequency)
         moved: dict[Key, TierPlacement | None] = {key: before}
         wanted = best_form(entry, 0, self._tiers, self._alpha)
         gain = utility(entry, wanted, self._tiers, self._alpha) - utility(entry, before, self._tiers, self._alpha)
         cost = frequency * self._alpha - utility(entry, before, self._tiers, self._alpha)
         self._take_out(key)
         rises = wanted.tier < before.tier or wanted.form < before.form
-        least = max(PROMOTE_FRACTION * cost, self._reload_cost(entry))
-        self._set(entry, wanted if rises and gain > least else before)
+        self._set(entry, wanted if rises and gain > PROMOTE_FRACTION * cost else before)
         self._relieve(moved)
         return list(self._moves(moved))
-
-    def scale(self, factor: float) -> None:
-        """Multiply all frequencies, which changes no choice."""
-        for kept in self._kept.values():
-            kept.entry = replace(kept.entry, frequency=kept.entry.frequency * factor)
-        self._heaps = [[(drop * factor, *rest) for drop, *rest in heap] for heap in self._heaps]  # type: ignore[misc]
 
     def remove(self, key: Key) -> None:
         """An entry is gone."""
@@ -191,34 +222,15 @@ class Optimizer:
         return best
 
     def _further(self, entry: TieredEntry, placement: TierPlacement, now: float) -> tuple[float, TierPlacement] | None:
-        """The drop for each byte of encoding an entry further in its tier, and that form; None where none is smaller.
-        Of the forms that cost the least it is the last one that costs no more than going on to it later.
-        """
+        """The drop for each byte of encoding an entry further in its tier, and that form."""
         nbytes = self._nbytes(entry, placement)
-        found: list[tuple[float, float, TierPlacement]] = []
+        found: list[tuple[float, TierPlacement]] = []
         for form in range(placement.form + 1, len(entry.forms)):
             after = TierPlacement(placement.tier, form)
             freed = nbytes - self._nbytes(entry, after)
             if freed > 0:
-                value = utility(entry, after, self._tiers, self._alpha)
-                paid = self._change_cost(entry, placement.form, form)
-                found.append(((now - value + paid) / freed, value, after))
-        if not found:
-            return None
-        first = min(found, key=lambda each: each[0])
-        behind = found[found.index(first) + 1 :]
-        for later in behind:
-            if first[1] - later[1] < self._change_cost(entry, first[2].form, later[2].form):
-                first = later
-        return first[0], first[2]
-
-    def _change_cost(self, entry: TieredEntry, before: int, after: int) -> float:
-        """The cost of making one form from another that is larger."""
-        is_made = before == 0 or entry.forms[before].codec in entry.forms[after].made_from
-        return 0.0 if is_made else self._reload_cost(entry)
-
-    def _reload_cost(self, entry: TieredEntry) -> float:
-        return entry.reload_s * self.use_weight
+                found.append(((now - utility(entry, after, self._tiers, self._alpha)) / freed, after))
+        return min(found, key=lambda each: each[0], default=None)
 
 
 def upper_bound(entries: Sequence[TieredEntry], tiers: Sequence[TierModel], alpha: float, rounds: int = 400) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_server.cache.policies.optimizer import Move, Optimizer, upper_bound
-from storage_server.cache.policies.utility import Form, TieredEntry, TierModel, TierPlacement, best_form, utility
+from bench.paper.compression.optimizer import (
+    Move,
+    Optimizer,
+    TieredEntry,
+    TierModel,
+    TierPlacement,
+    best_form,
+    upper_bound,
+    utility,
+)
+from storage_server.cache.policies.utility import Form
 
 KIB = 1024
 ALPHA = 1.0
@@ -157,83 +165,3 @@ def test_the_bound_is_above_the_best_placement_of_a_few_entries(seed: int) -> No
     for each in entries:
         optimizer.put(each)
     assert optimizer.total_utility <= best + 1e-9
-
-
-ONE_TIER = (TierModel("dram", 32 * KIB, 10e9),)
-
-
-def reloaded(key: object, frequency: float, reload_s: float) -> TieredEntry:
-    return TieredEntry(key, frequency, FORMS, 0.5, reload_s)
-
-
-def form_after(optimizer: Optimizer, key: object) -> str | None:
-    placement = optimizer.placement(key)
-    return None if placement is None else FORMS[placement.form].codec
-
-
-def crowded(reload_s: float, frequencies: list[float]) -> Optimizer:
-    optimizer = Optimizer(ONE_TIER, ALPHA)
-    for key, frequency in enumerate(frequencies):
-        optimizer.put(reloaded(key, frequency, reload_s))
-    return optimizer
-
-
-def test_an_exact_entry_goes_at_once_to_the_form_that_it_would_come_to_later() -> None:
-    """Each has little to lose by 2 bits beside what loading it once more costs."""
-    assert [form_after(crowded(0.0, [1.0] * 3), key) for key in range(3)].count("kivi4") >= 1
-    found = [form_after(crowded(10.0, [0.1] * 3), key) for key in range(3)]
-    assert "kivi4" not in found
-    assert "kivi2" in found
-
-
-def test_an_entry_that_is_used_much_keeps_the_better_form() -> None:
-    """Going on to 2 bits would cost it 100 * 0.18 s, and loading once more 1 s."""
-    found = [form_after(crowded(1.0, [100.0] * 3), key) for key in range(3)]
-    assert "kivi2" not in found
-    assert "kivi4" in found
-
-
-def test_an_encoded_entry_leaves_rather_than_being_loaded_for_another_form() -> None:
-    """Without a cost all of them are encoded further; with one that is greater than their worth, some leave."""
-    many = [0.5] * 9
-    kept = [sum(crowded(reload_s, many).placement(key) is not None for key in range(9)) for reload_s in (0.0, 5.0)]
-    assert kept[0] >= kept[1]
-    optimizer = Optimizer((TierModel("dram", 6 * KIB, 10e9),), ALPHA)
-    optimizer.put(TieredEntry("a", 100.0, FORMS[1:], 0.5, 1000.0))
-    optimizer.put(TieredEntry("b", 1000.0, FORMS[1:], 0.5, 1000.0))
-    assert optimizer.placement("a") is None or optimizer.placement("b") is None
-
-
-def test_forms_that_are_made_from_each_other_cost_no_load() -> None:
-    """It is encoded further, however dear a load is; and it is not sent to the last form to save one."""
-    made = (*FORMS[:2], replace(FORMS[2], made_from=frozenset({FORMS[1].codec})))
-    optimizer = Optimizer(ONE_TIER, ALPHA)
-    for key in range(9):
-        optimizer.put(TieredEntry(key, 100.0, made, 0.5, 1000.0))
-        forms = [placement.form for other in range(key + 1) if (placement := optimizer.placement(other)) is not None]
-        assert len(forms) == key + 1
-        if key == 2:
-            assert max(forms) == 1
-    assert forms.count(2) > 5
-
-
-def test_an_entry_comes_back_exactly_only_for_more_than_loading_it_costs() -> None:
-    optimizer = crowded(1.0, [1.0, 1.0, 1.0])
-    key = next(key for key in range(3) if form_after(optimizer, key) != "exact")
-    for other in range(3):
-        if other != key:
-            optimizer.remove(other)
-    assert optimizer.use(key, 2.0) == []
-    moves = optimizer.use(key, 1000.0)
-    assert [(move.key, move.after) for move in moves] == [(key, TierPlacement(0, 0))]
-
-
-def test_a_use_that_counts_more_makes_loading_dearer() -> None:
-    """Frequencies grow with time, so the cost in their measure grows, too."""
-    optimizer = crowded(1.0, [1.0, 1.0, 1.0])
-    key = next(key for key in range(3) if form_after(optimizer, key) != "exact")
-    for other in range(3):
-        if other != key:
-            optimizer.remove(other)
-    optimizer.use_weight = 1000.0
-    assert optimizer.use(key, 1000.0) == []

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from objectcache.kv_codecs.chains import parse_chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
-from storage_server.cache.policies import utility_policy as policy_module
-from storage_server.cache.policies.utility_policy import ChunkUse, CodecFigures, UtilityPolicy, UtilitySettings
+from storage_server.cache.policies import memory_policy as policy_module
+from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.memory_policy import MemoryPolicy
+from storage_server.cache.policies.reader_forms import CHUNK_ERRORS_MAX, ChunkUse
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.forms import Encoded, LossView, Reading
 from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses
 
@@ -34,7 +37,7 @@ def keys(*numbers: int) -> list[Key]:
 class Books:
     """The forms of chunks in memory as the decisions make them."""
 
-    def __init__(self, policy: UtilityPolicy) -> None:
+    def __init__(self, policy: MemoryPolicy) -> None:
         self.policy = policy
         self.now_s = 0.0
         self.held: dict[Key, Codec | None] = {}
@@ -69,7 +72,7 @@ class Books:
 
 def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
     """Nothing is evicted that fits at 4 bits, and 2 bits cost too much quality here."""
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     for _ in range(3):
         books.use(keys(*range(8)))
     assert set(books.held) == set(keys(*range(8)))
@@ -81,7 +84,7 @@ def test_chunks_that_are_encoded_are_encoded_further_where_they_lie() -> None:
     """Nothing leaves to come again in a smaller form."""
     qualities = {Codec.KIVI8: 0.9999, Codec.KIVI4: 0.995, Codec.KIVI2: 0.95}
     figures = {codec: CodecFigures(quality, 1e12) for codec, quality in qualities.items()}
-    books = Books(UtilityPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
+    books = Books(MemoryPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
     reading = replace(READING, codecs=tuple(figures))
     seen = set()
     for count in range(2, 40):
@@ -101,11 +104,10 @@ def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> N
     figures = {codec: CodecFigures(0.99, 1e12) for codec in (Codec.FP8, Codec.KIVI4)}
     is_larger = second.chunk_bytes(Codec.KIVI4) > first.chunk_bytes(Codec.FP8)
     assert is_larger == (tokens < 16)
-    policy = UtilityPolicy(4 * first.exact_bytes, replace(SETTINGS, codecs=figures, alpha_s=1e-4))
+    policy = MemoryPolicy(4 * first.exact_bytes, replace(SETTINGS, codecs=figures, alpha_s=1e-4))
     held: dict[Key, Codec | None] = {}
     seen: set[Codec | None] = set()
-    for step, reading in enumerate([first] * 4 + [second] * 8):  # so far apart that the first reader is forgotten
-        now_s = step * SETTINGS.half_life_s
+    for now_s, reading in enumerate([first] * 4 + [second] * 80):  # so many that the first reader is forgotten
         decision = policy.request(now_s, [ChunkUse(key, first.exact_bytes) for key in keys(*range(7))], reading)
         for key in decision.recoded:
             assert held[key] is None or not is_larger
@@ -121,7 +123,7 @@ def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> N
 def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
     """Class by class: a class without figures of its own has those of all content."""
     settings = replace(SETTINGS, class_qualities={"code": dict.fromkeys(FIGURES, 0.2)})
-    books = Books(UtilityPolicy(4 * EXACT, settings))
+    books = Books(MemoryPolicy(4 * EXACT, settings))
     for _ in range(6):
         books.use(keys(*range(8)), content_class="code")
         books.use(keys(*range(8, 16)), content_class="chat")
@@ -130,7 +132,7 @@ def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
 
 
 def test_what_is_used_more_often_stays_in_the_better_form() -> None:
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     for number in range(60):
         books.use(keys(0, 1))
         books.use(keys(2 + number % 9))
@@ -139,7 +141,7 @@ def test_what_is_used_more_often_stays_in_the_better_form() -> None:
 
 
 def test_readers_that_take_exact_chunks_only_get_no_other_form() -> None:
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     for _ in range(3):
         books.use(keys(*range(8)), None)
     assert set(books.held.values()) == {None}
@@ -147,7 +149,7 @@ def test_readers_that_take_exact_chunks_only_get_no_other_form() -> None:
 
 
 def test_a_chunk_comes_back_exact_when_a_reader_needs_it_so() -> None:
-    books = Books(UtilityPolicy(2 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(2 * EXACT, SETTINGS))
     for _ in range(3):
         books.use(keys(0, 1, 2))
     encoded = next(key for key, codec in books.held.items() if codec is not None)
@@ -158,7 +160,7 @@ def test_a_chunk_comes_back_exact_when_a_reader_needs_it_so() -> None:
 
 def test_readers_of_two_kinds_in_turn_do_not_change_the_form_at_each_turn() -> None:
     """Some take 4 bits, and others exact chunks only: each chunk gets the form that serves both best, and keeps it."""
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     seen: list[dict[Key, Codec | None]] = []
     for turn in range(60):
         books.use(keys(*range(8)), READING if turn % 2 else None)
@@ -171,7 +173,7 @@ def test_readers_of_two_kinds_in_turn_do_not_change_the_form_at_each_turn() -> N
 def test_what_few_readers_take_is_not_kept_for_them() -> None:
     """One use in ten takes encoded chunks: memory is better spent on exact ones. In nine of ten it is not."""
     for is_taken, fewest in ((lambda turn: turn % 10 == 0, 0), (lambda turn: turn % 10 > 0, 6)):
-        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
         for turn in range(80):
             books.use(keys(*range(8)), READING if is_taken(turn) else None)
         encoded = [codec for codec in books.held.values() if codec is not None]
@@ -180,7 +182,7 @@ def test_what_few_readers_take_is_not_kept_for_them() -> None:
 
 def test_two_bounds_in_turn_keep_a_form_that_both_take() -> None:
     """The stricter reader's codecs are those that both take, so nothing is loaded again for either."""
-    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    policy = MemoryPolicy(4 * EXACT, SETTINGS)
     for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1)):
         policy.note_error(READING, codec, error)
     books = Books(policy)
@@ -192,7 +194,7 @@ def test_two_bounds_in_turn_keep_a_form_that_both_take() -> None:
 
 
 def test_the_errors_of_one_bucket_say_nothing_of_another() -> None:
-    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    policy = MemoryPolicy(4 * EXACT, SETTINGS)
     mine, theirs = (replace(READING, max_error=0.1, bucket=bucket) for bucket in ("mine", "odd"))
     for codec in READING.codecs:
         policy.note_error(theirs, codec, 0.9)
@@ -212,7 +214,7 @@ def made(books: Books, key: Key, worst_error: float, reading: Reading = READING)
 
 
 def test_a_chunk_that_erred_too_much_is_not_encoded_so_for_that_reader_again() -> None:
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     strict = replace(READING, codecs=(Codec.KIVI4,), max_error=0.1)
     for _ in range(3):
         books.use(keys(*range(8)), strict)
@@ -227,7 +229,7 @@ def test_a_chunk_that_erred_too_much_is_not_encoded_so_for_that_reader_again() -
 
 def test_a_bound_that_a_chunk_breaks_counts_whoever_had_it_encoded() -> None:
     """One reader without a bound has chunks encoded; one with a bound, which the average keeps, then reads them."""
-    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    policy = MemoryPolicy(4 * EXACT, SETTINGS)
     books = Books(policy)
     anyone, strict = replace(READING, codecs=(Codec.KIVI4,)), replace(READING, codecs=(Codec.KIVI4,), max_error=0.12)
     for _ in range(3):
@@ -253,7 +255,7 @@ def losing(max_loss: float, forms: dict[str, float]) -> Reading:
 
 def test_codecs_that_lose_more_than_a_reader_takes_are_not_made_for_it() -> None:
     for max_loss, most in ((0.2, {None, Codec.KIVI8, Codec.KIVI4}), (0.1, {None, Codec.KIVI8}), (0.01, {None})):
-        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
         reader = losing(max_loss, {"kivi8-1": 0.1, "kivi4-1": 0.2})
         for _ in range(3):
             books.use(keys(*range(12)), reader)
@@ -264,7 +266,7 @@ def test_codecs_that_lose_more_than_a_reader_takes_are_not_made_for_it() -> None
 def test_a_chunk_that_was_encoded_further_is_not_counted_on_where_that_loses_too_much() -> None:
     """4 bits are within the bound, and 4 bits out of 8 are not, or nobody has measured them."""
     for further in ({"kivi8-1>kivi4-1": 0.4}, {}):
-        books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+        books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
         reader = losing(0.2, {"kivi8-1": 0.1, "kivi4-1": 0.2, **further})
         for _ in range(3):
             books.use(keys(*range(12)), reader)
@@ -281,7 +283,7 @@ def test_a_chunk_that_was_encoded_further_is_not_counted_on_where_that_loses_too
 
 def test_a_reader_that_names_a_wrong_shape_changes_nothing_for_many_others() -> None:
     """Its shape has the same bytes. It comes first, so chunks are encoded for it; then they are encoded anew, once."""
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     wrong = replace(READING, shape=replace(SHAPE, element=Element.FLOAT16))
     books.use(keys(*range(8)), wrong)
     for _ in range(10):
@@ -292,11 +294,12 @@ def test_a_reader_that_names_a_wrong_shape_changes_nothing_for_many_others() -> 
     before = books.change_count
     for turn in range(100):
         books.use(keys(*range(8)), wrong if turn % 50 == 0 else READING)
-    assert books.change_count == before
+    assert books.change_count - before <= 16, "as many as without it: some chunks have risen in turn"
+    assert {books.readings[key].shape for key in encoded} == {SHAPE}
 
 
 def test_readers_of_two_shapes_in_turn_do_not_change_the_form_at_each_turn() -> None:
-    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
     other = replace(READING, shape=LayerShape(32, 64, Element.BFLOAT16))
     assert other.exact_bytes == EXACT
     for turn in range(60):
@@ -308,7 +311,7 @@ def test_readers_of_two_shapes_in_turn_do_not_change_the_form_at_each_turn() -> 
 
 
 def test_a_codec_that_breaks_the_readers_bound_is_not_used_for_it() -> None:
-    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    policy = MemoryPolicy(4 * EXACT, SETTINGS)
     for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1), (Codec.KIVI2, 0.6)):
         policy.note_error(READING, codec, error)
     books = Books(policy)
@@ -318,21 +321,30 @@ def test_a_codec_that_breaks_the_readers_bound_is_not_used_for_it() -> None:
     assert set(books.held.values()) <= {None, Codec.KIVI8}
 
 
-def test_old_uses_count_less() -> None:
-    """A chunk that was used ten times long ago leaves before one that was used twice now."""
-    books = Books(UtilityPolicy(EXACT, UtilitySettings({}, half_life_s=10.0)))
-    for _ in range(10):
+def test_a_chunk_that_is_used_again_and_again_stays_when_others_pass_through() -> None:
+    """The order of the bounded buckets decides here, too; 002's counts would need a half-life for that."""
+    books = Books(MemoryPolicy(3 * EXACT, UtilitySettings({})))
+    for number in range(300):
         books.use(keys(0))
-    books.use(keys(1), step_s=200.0)
-    books.use(keys(1))
-    assert set(books.held) == set(keys(1))
+        books.use(keys(1 + number))
+    assert ("file", 0) in books.held
+
+
+@pytest.mark.parametrize("eviction", list(Eviction))
+def test_every_order_of_eviction_encodes(eviction: Eviction) -> None:
+    """Switching compression on keeps the order that was chosen: each turn of a chunk is a step down its ladder."""
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS, eviction=eviction))
+    for _ in range(3):
+        books.use(keys(*range(8)))
+    assert len(books.held) >= 6
+    assert any(books.held.values())
 
 
 def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for ever new chunks must not fill the policy's memory, also where none of them is ever kept."""
     monkeypatch.setattr(policy_module, "GHOST_COUNT_MAX", 50)
     for capacity_bytes in (0, 2 * EXACT):
-        books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+        books = Books(MemoryPolicy(capacity_bytes, SETTINGS))
         for number in range(300):
             books.use(keys(number), READING if number % 2 else None)
         assert books.policy.known_count <= 60
@@ -340,23 +352,39 @@ def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.Monkey
 
 def test_errors_of_a_chunk_are_remembered_for_a_few_shapes() -> None:
     """Each reader says the shape of a chunk, and a chunk of some megabytes has thousands."""
-    policy = UtilityPolicy(EXACT, SETTINGS)
+    policy = MemoryPolicy(EXACT, SETTINGS)
     shapes = [LayerShape(tokens, 128, Element.BFLOAT16) for tokens in range(1, 200)]
     for shape in shapes:
         policy.note_unencodable(("file", 0), shape)
-    (errors,) = policy._chunk_errors.values()
-    assert len(errors) == policy_module.CHUNK_ERRORS_MAX
+    (errors,) = policy._readers._chunk_errors.values()
+    assert len(errors) == CHUNK_ERRORS_MAX
     assert {shape for shape, _ in errors} == set(shapes[-8:])
 
 
-def test_counts_do_not_overflow() -> None:
-    """Half-lives without end: frequencies are scaled down on the way, and choices stay the same."""
-    books = Books(UtilityPolicy(2 * EXACT, UtilitySettings(FIGURES, half_life_s=1.0)))
-    for number in range(40):
-        books.use(keys(0), step_s=100.0)
-        books.use(keys(1 + number % 5), step_s=1.0)
-        assert ("file", 0) in books.held or number == 0
-    assert books.policy.used_bytes == books.nbytes
+def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_a_load_does() -> None:
+    """At 8 bits of quality 0.9 a use loses 0.1 ms, and a load takes 0.33 ms. Others, which nobody uses, make room."""
+    figures = {Codec.KIVI8: CodecFigures(0.9, 1e12)}
+    books = Books(MemoryPolicy(4 * EXACT, replace(SETTINGS, codecs=figures)))
+    reading = replace(READING, codecs=(Codec.KIVI8,))
+    for _ in range(20):
+        books.use(keys(*range(6)), reading)
+    encoded = next(key for key, codec in books.held.items() if codec is not None)
+    uses = 0
+    while books.held[encoded] is not None and uses < 20:
+        books.use([encoded], reading)
+        uses += 1
+    assert 1 <= uses <= 8
+
+
+def test_chunks_that_are_used_alike_do_not_change_places() -> None:
+    """All have cost a load in the end; but what would make room for one is worth as much."""
+    books = Books(MemoryPolicy(4 * EXACT, SETTINGS))
+    for _ in range(20):
+        books.use(keys(*range(6)))
+    before = books.change_count
+    for _ in range(1000):
+        books.use(keys(*range(6)))
+    assert books.change_count == before
 
 
 USES = st.lists(
@@ -372,7 +400,7 @@ def test_the_books_are_those_of_the_decisions(
     four, two = Reading(SHAPE, 4, (Codec.KIVI4,)), Reading(SHAPE, 4, (Codec.KIVI2,), max_error=0.2)
     other = Reading(LayerShape(32, 64, Element.BFLOAT16), 4, (Codec.KIVI4, Codec.KIVI8), max_error=0.1)
     readings = [None, READING, four, two, other]
-    books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+    books = Books(MemoryPolicy(capacity_bytes, SETTINGS))
     for at, (numbers, reader) in enumerate(uses):
         books.use(keys(*numbers), readings[reader])
         assert books.policy.used_bytes == books.nbytes <= capacity_bytes

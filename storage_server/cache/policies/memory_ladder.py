@@ -1,0 +1,77 @@
+"""The forms through which a chunk in memory goes, and what it costs to have it in one of them. Pure.
+
+Its home has the chunk exactly. So a use of one that has left costs loading it, and a chunk comes back to a better form
+by a load, too. It does so once its uses have cost as much in the present form as a load does: whoever rents until the
+rent has come to the price, and then buys, never pays more than twice what would have been best (Karlin et al. 1988,
+"Competitive snoopy caching"), and needs no guess of how often the chunk will be used.
+
+    alpha 0.25 s, a chunk of 64 MB at 1 GB/s from home, 4 bits of quality 0.96 that decode in 16 ms
+    a use at 4 bits costs 20 ms more than an exact one, a load costs 64 ms   ->  it comes back exactly at the fourth use
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from objectcache.kv_codecs.chains import Chain
+from objectcache.kv_codecs.layer import Codec, goes_on
+from storage_server.cache.policies.ladder import LADDERS_MAX, SAVED_FRACTION_MIN, FormCost, Ladder, ladder_from
+from storage_server.cache.policies.use_worth import STEPS_PER_OCTAVE
+from storage_server.cache.policies.utility import Form, UtilitySettings, use_cost_s
+
+
+class MemoryLadders:
+    """Makes the ladders of chunks in memory out of the forms that their readers take, and remembers the last ones."""
+
+    def __init__(self, settings: UtilitySettings) -> None:
+        self._settings = settings
+        self._known: OrderedDict[tuple[tuple[Form, ...], str], Ladder] = OrderedDict()
+
+    def load_s(self, forms: Sequence[Form]) -> float:
+        """The seconds that the exact chunk takes from its home. `forms` has the exact one first."""
+        return forms[0].nbytes / self._settings.home_bytes_per_s
+
+    def use_cost_s(self, form: Form, forms: Sequence[Form]) -> float:
+        """The seconds that a use costs in one of these forms, the lost quality among them."""
+        settings = self._settings
+        return use_cost_s(form, settings.memory_bytes_per_s, settings.alpha_s, self.load_s(forms))
+
+    def best(self, forms: Sequence[Form]) -> Form:
+        """The form in which a use costs least, whatever room it takes; of equal ones the smallest."""
+        return min(reversed(forms), key=lambda form: self.use_cost_s(form, forms))
+
+    def of(self, forms: tuple[Form, ...], present: Form) -> Ladder:
+        """The ladder of a chunk with these forms, from the present one on."""
+        name = forms, present.codec
+        ladder = self._known.get(name)
+        if ladder is None:
+            ladder = self._known[name] = self._made(forms, present)
+            if len(self._known) > LADDERS_MAX:
+                self._known.popitem(last=False)
+        return ladder
+
+    def rising(self, forms: tuple[Form, ...], best: Form) -> Ladder:
+        """The ladder of a chunk that is to come back to its best form, at half of the price for the first step: it
+        comes where what has to make room for it is worth clearly less, and not in turn with its like.
+        """
+        first, *others = self.of(forms, best)
+        return (first._replace(step=first.step - STEPS_PER_OCTAVE), *others)
+
+    def _made(self, forms: tuple[Form, ...], present: Form) -> Ladder:
+        load_s = self.load_s(forms)
+        exact_s = self.use_cost_s(forms[0], forms)
+        costs: list[FormCost] = []
+        for form in forms:
+            cost_s = self.use_cost_s(form, forms)
+            costs.append(FormCost(Codec(form.codec), form.nbytes, cost_s - exact_s, load_s - cost_s))
+
+        def able(at: FormCost, passed: Chain) -> list[FormCost]:
+            return [each for each in costs if each.nbytes < at.nbytes]
+
+        def change_s(before: FormCost, after: FormCost) -> float:
+            return 0.0 if goes_on(before.codec, after.codec) else load_s
+
+        unit = max(load_s - exact_s, SAVED_FRACTION_MIN * load_s) / forms[0].nbytes
+        at = next(each for each in costs if each.codec.value == present.codec)
+        return ladder_from(at, unit, able, change_s)
