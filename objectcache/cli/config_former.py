@@ -25,6 +25,7 @@ FIXED_KEYS = {
         "body_timeout_s", "keepalive_timeout_s", "send_idle_timeout_s", "poll_s", "probe_timeout_s",
         "token_cache_bytes", "response_cache_s", "receipts_max", "prefill_tokens_min",
     ),
+    "compression": ("half_life_s",),
     "engines": ("token_us",),
     "upstream.remote_dram": ("namespace",),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from objectcache.cli.config_reference import NOT_PROMISED, table_in
 from objectcache.cli.main import make_parser
 from storage_server.settings import StorageSettings, UpstreamSettings
 
-KEYS_MAX = 94
+KEYS_MAX = 93
 """Bounds of the loss raised it from 90: the losses, the models of buckets, and `max_loss` beside each `max_error`."""
 OPTIONS_MAX = 40
 
