@@ -73,7 +73,7 @@ RUNS = {
     "orchestrator-live": Run("-m objectcache bench orchestrator --parts live,serving --folder /dev/shm"),
     "compression": Run("-m objectcache bench compression --parts codecs,wire,decision"),
     "compression-engine": Run("-m objectcache bench compression --parts engine --folder /dev/shm"),
-    "compression-live": Run("-m objectcache bench compression --parts live --folder /dev/shm"),
+    "compression-live": Run("-m objectcache bench compression --parts live --runs 7 --folder /dev/shm"),
     "compression-quality": Run("-m objectcache bench compression --parts quality,figure_2", "compression.png"),
     "compression-real": Run("-m objectcache bench compression --parts real"),
     "compression-gpu": Run("-m objectcache bench compression --parts device --runs 9", needs_gpu=True),

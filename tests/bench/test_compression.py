@@ -141,11 +141,6 @@ def test_a_small_run_has_every_part(tmp_path: Path) -> None:
     assert {row["form"] for row in result["quality"]} >= {"exact", "kivi4-1", "streaming50-1", "keydiff25-1"}
     assert all(row["bytes"]["encoded"] < row["bytes"]["exact"] / 2 for row in result["wire"])
     assert {row["case"] for row in result["figure_2"]} >= {"mixed", "recall"}
-    live = {row["way"]: row for row in result["figure_2_live"]}
-    assert set(live) == {"exact", "kivi8-1", "kivi4-1", "kivi2-1", "streaming50-1", "keydiff50-1", "ours, alpha 0.3 s"}
-    assert live["exact"]["encoded_share"] == 0 < live["kivi4-1"]["encoded_share"]
-    assert live["exact"]["quality"] == 1.0
-    assert live["ours, alpha 0.3 s"]["best_fixed"] in live
     assert chart.stat().st_size > 1000
 
 
@@ -165,6 +160,31 @@ def test_real_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.
     assert all(row["real_max"] <= row["told_max"] * (1 + 1e-6) for row in chains)
     text = as_markdown(show({"real": forms, "chains": chains, "targets": [], "remarks": []})["real"])
     assert "k8v4-1" in text
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_through_servers_of_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SmolLM2, which tests do not fetch. Each byte that comes is compared; the tiny model's answers say nothing."""
+    pytest.importorskip("transformers")
+    from bench.paper.compression import live
+
+    make_model(tmp_path / "model", hidden_size=128, layers=2)
+    monkeypatch.setattr(live, "FOLDER", lambda kept: tmp_path / "model")
+    file = tmp_path / "out.json"
+    folder = tmp_path / "data"
+    folder.mkdir()
+    command = ["compression", "--smoke", "--parts", "live", "--runs", "2", "--folder", str(folder)]
+    assert run_bench([*command, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    rows = result["live"]
+    assert [row["way"] for row in rows] == ["LRU, no codecs", "no codecs", "kivi8-1", "k8v4-1", "kivi4-1", "all three"]
+    assert all(row["forms"] == {"exact": 16} and row["kl"] == 0.0 for row in rows[:2])
+    assert any(set(row["forms"]) - {"exact"} for row in rows[2:])
+    assert rows[-1]["best_single"] in {row["way"] for row in rows[2:5]}
+    assert set(result["live_qualities"]) == {"kivi8-1", "k8v4-1", "kivi4-1"}
+    shown = as_markdown(show(result)["live"])
+    assert "all three" in shown
+    assert sum("live:" in target["what"] for target in result["targets"]) == 2
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from objectcache.calibration.servers import BUCKET
 from objectcache.cli.serve import Listen, Together
+from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Takes
@@ -106,10 +107,14 @@ class PlayedServer:
 
 @contextmanager
 def played_server(
-    folder: Path, disk_bytes_per_s: float, dram_bytes: int, compression: UtilitySettings | None
+    folder: Path,
+    disk_bytes_per_s: float,
+    dram_bytes: int,
+    compression: UtilitySettings | None,
+    eviction: Eviction = Eviction.REUSE_VALUE,
 ) -> Iterator[PlayedServer]:
     """Serve from `folder` in a thread of this process."""
-    settings = StorageSettings(folder, dram_bytes=dram_bytes, compression=compression, theta_bytes=0)
+    settings = StorageSettings(folder, dram_bytes=dram_bytes, compression=compression, theta_bytes=0, eviction=eviction)
     credential = Credential("OC" + secrets.token_hex(9).upper(), secrets.token_urlsafe(30))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -28,11 +28,13 @@ from bench.paper.compression.choice import (
     run,
     ways,
 )
+from bench.paper.compression.live_report import REMARK as LIVE_REMARK
+from bench.paper.compression.live_report import live_section, live_targets
 from bench.paper.compression.sizes import WEIGHTS
 from bench.paper.compression.tasks import Task
 from bench.paper.device.command import need_torch
 from objectcache.calibration.intervals import MeanInterval
-from objectcache.calibration.samples import Spread, progress_bar, spread
+from objectcache.calibration.samples import progress_bar, spread
 from objectcache.calibration.shown_quality import shown_qualities
 from objectcache.kv_codecs.elements import Bytes
 from objectcache.kv_codecs.layer import Codec
@@ -49,12 +51,7 @@ REMARKS = (
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
     "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other. "
     "Before anything counts, there are 20 requests for each context, from which ours learns how often each is used.",
-    "Live: the server is in the process of the model, which runs in bfloat16; only its disk is played, by sleeping. "
-    "Contexts are drawn by Zipf's law. What comes is compared with what the codec makes of the exact chunk, or of the "
-    "forms before. Quality is that of all questions about a context as it came. One codec for everything goes by the "
-    "policy of ours with a quality of 1, which is better than LRU. TTFT at a load: requests come by Poisson, at that "
-    "part of what exact chunks can serve, and wait for those before; that wait is computed from the times that were "
-    "measured.",
+    LIVE_REMARK,
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",
@@ -79,7 +76,7 @@ class Part(Enum):
     REAL = "real"
 
 
-WITHOUT_DEVICES = tuple(part for part in Part if part not in (Part.DEVICE, Part.REAL))
+WITHOUT_DEVICES = tuple(part for part in Part if part not in (Part.DEVICE, Part.REAL, Part.LIVE))
 WITHOUT_ENGINES = tuple(part for part in WITHOUT_DEVICES if part is not Part.ENGINE)
 
 
@@ -109,14 +106,16 @@ class CompressionBenchSettings:
     engine_requests: int = options.sized(200, 20)
     memory_share: float = options.sized(0.25, 0.25)
     load_s: float = options.sized(0.1, 0.1)
-    live_contexts: int = options.sized(100, 10)
-    live_requests: int = options.sized(80, 8)
-    live_memory_share: float = options.sized(0.1, 0.25)
+    live_contexts: int = options.sized(24, 6)
+    live_context_tokens: int = options.sized(512, 128)
+    live_continuation_tokens: int = options.sized(64, 16)
+    live_known_texts: int = options.sized(12, 2)
+    live_memory_shares: tuple[float, ...] = options.sized((0.1, 0.25, 0.5), (0.35,))
     live_load_s: float = options.sized(0.15, 0.05)
-    live_pause_s: float = options.sized(0.03, 0.02)
-    live_warm_uses: int = options.sized(10, 2)
-    live_alphas_s: tuple[float, ...] = options.sized((0.05, 0.3, 1.0), (0.3,))
-    quality_contexts: int = options.sized(128, 4)
+    live_pause_s: float = options.sized(0.03, 0.01)
+    live_warm_uses: int = options.sized(4, 2)
+    live_requests: int = options.sized(24, 8)
+    live_alphas_s: tuple[float, ...] = options.sized((0.25, 1.0), (0.25,))
     rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
     alphas_s: tuple[float, ...] = options.sized((0.5, 2.0, 8.0), (2.0,))
     runs: int = options.runs(5)
@@ -154,7 +153,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
         if Part.DEVICE in parts:
             found |= _on_device(data, settings)
         if Part.LIVE in parts:
-            found["figure_2_live"] = _live(settings)
+            found |= _live(settings)
     except AssertionError as error:
         problem = str(error) or "decoded bytes are not what they should be"
     if Part.REAL in parts:
@@ -219,21 +218,22 @@ def _real(settings: CompressionBenchSettings) -> dict[str, Any]:
     return {"real": forms, "chains": chains}
 
 
-def _live(settings: CompressionBenchSettings) -> list[dict[str, Any]]:
-    from bench.paper.compression.live import FIXED, LiveCase, live
+def _live(settings: CompressionBenchSettings) -> dict[str, Any]:
+    from bench.paper.compression.live import LiveCase, live
 
     case = LiveCase(
-        settings.live_contexts, settings.context_tokens, settings.questions, settings.live_memory_share,
-        settings.live_load_s, settings.live_pause_s, settings.live_warm_uses, settings.live_requests,
-        settings.live_alphas_s, settings.quality_contexts,
+        contexts=settings.live_contexts, context_tokens=settings.live_context_tokens,
+        continuation_tokens=settings.live_continuation_tokens, known_texts=settings.live_known_texts,
+        memory_shares=settings.live_memory_shares, load_s=settings.live_load_s, pause_s=settings.live_pause_s,
+        warm_uses=settings.live_warm_uses, request_count=settings.live_requests, alphas_s=settings.live_alphas_s,
     )  # fmt: skip
-    of_way = settings.live_warm_uses * settings.live_contexts + settings.runs * settings.live_requests
-    total = (1 + len(FIXED) + len(settings.live_alphas_s)) * of_way
+    total = len(case.memory_shares) * case.way_count * case.requests_of(settings.runs)
     with (
         tempfile.TemporaryDirectory(prefix="objectcache-live-", dir=settings.folder) as name,
         progress_bar(total, "live") as advance,
     ):
-        return live(settings.models[0], case, settings.runs, settings.seed, Path(name), advance)
+        rows, qualities = live(case, settings.runs, settings.seed, Path(name), advance)
+    return {"live": rows, "live_qualities": qualities}
 
 
 def _codecs(rows: Sequence[Mapping[str, Any]], model: str, machine: Machine) -> Codecs:
@@ -356,16 +356,8 @@ def _targets(found: Mapping[str, Any]) -> Iterator[Target]:
                 yield Target(f"of the oracle's gain over the best {what}", 0.8, value, case=case, reason=reason)
         worst = max(row["worse_than_fixed"] for row in found["figure_2"])
         yield Target("worse than the best fixed choice, at most anywhere", 0.02, worst, Side.AT_MOST)
-    if "figure_2_live" in found:
-        worst = max(_of_fixed(row) for row in found["figure_2_live"] if row["alpha_s"] is not None)
-        yield Target("live: worse than the best fixed choice, at most anywhere", 0.02, worst, Side.AT_MOST)
-
-
-def _of_fixed(row: Mapping[str, Any]) -> float:
-    """How much worse ours is than the best way of one codec, as in the simulation."""
-    gain = row["gain_s"]
-    gain_s = float(gain.median if isinstance(gain, Spread) else gain)
-    return max(0.0, -gain_s) / abs(float(row["alpha_s"]) - float(row["fixed_utility_s"]))
+    if "live" in found:
+        yield from live_targets(found["live"])
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -399,8 +391,8 @@ def show(result: Json) -> dict[str, Section]:
         sections["engine"] = _engine_section(result["engine"])
     if "figure_2" in result:
         sections["choice"] = _choice_section(result["figure_2"])
-    if "figure_2_live" in result:
-        sections["live"] = _live_section(result["figure_2_live"])
+    if "live" in result:
+        sections["live"] = live_section(result["live"])
     if "histories" in result:
         columns = " | ".join(f"{name} = {name}:.2" for name in (*TASKS, "mixed"))
         sections["histories"] = (table(result["histories"], f"requests for each context before = uses | {columns}"),)
@@ -529,27 +521,6 @@ def _choice_section(rows: Sequence[Mapping[str, Any]]) -> Section:
             "ours: TTFT = ours_ttft:.2 | quality = ours_quality:.3 | DRAM hits = ours_hits:.2",
             "oracle: TTFT = oracle_ttft:.2 | quality = oracle_quality:.3 | part of its gain = of_oracle:.2",
             "best single codec, our policy = single | part of the oracle's gain over that = over_single:.2",
-        ),
-    )  # fmt: skip
-
-
-def _live_section(rows: Sequence[Mapping[str, Any]]) -> Section:
-    found = [
-        {**row, **{f"load_{each['load'] * 100:.0f}": each["ttft_s"] for each in row["ttft_with_arrivals"]}}
-        for row in rows
-    ]
-    loads = " | ".join(
-        f"at {each['load']:.0%} load = load_{each['load'] * 100:.0f}:ms" for each in rows[0]["ttft_with_arrivals"]
-    )
-    return (
-        table(
-            found, "way = way | TTFT ms = ttft_s:ms | p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms",
-            f"right tokens = right:.3 | over exact = quality:.3 | DRAM hits = dram_hit_rate:.2 | {loads}",
-        ),
-        table(
-            [row for row in rows if row["alpha_s"] is not None],
-            "alpha s = alpha_s | best way of one codec = best_fixed | its TTFT over ours = ttft_over:.2",
-            "its quality = fixed_quality:.3 | ours = quality:.3 | gain s, 95 % = gain_s:.4",
         ),
     )  # fmt: skip
 
