@@ -9,26 +9,30 @@ cache. None waits for a disk: the server's durability is relaxed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from bench.beds.cache_layers import (
+    CacheLayer,
+    beside_a_server,
+    problem_of,
+    rows_of,
+    seconds_of,
+    section_of,
+    seed_of,
+)
 from bench.beds.kv_peers.install import LMCACHE_L2
 from bench.beds.kv_peers.work import S3Target
-from bench.beds.processes import PROXIES, Child
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, interval, paired, sampled
-from bench.core.show import Column, Json, Section, ms, table, targets, written
-from objectcache.calibration.samples import spread
-from objectcache.calibration.servers import BUCKET, LocalServer, running_server
+from bench.core.show import Json, Section
+from objectcache.calibration.servers import BUCKET, LocalServer
 
 L2_HOST = "bench.beds.kv_peers.lmcache_l2_host"
 OPERATIONS = ("store", "lookup", "load")
@@ -63,35 +67,17 @@ def measure_lmcache(settings: LMCacheSettings, origin: Mapping[str, Any]) -> Jso
     """Measure all ways; a chunk that did not come right is the result's `problem`. Raises WrongUse, FAILURES."""
     if not LMCACHE_L2.is_installed:
         raise WrongUse("LMCache is not installed: make engines")
-    with ExitStack() as stack:
-        files = Path(stack.enter_context(TemporaryDirectory(dir=settings.folder)))
-        config = files / "config.toml"
-        config.write_text('[storage]\ndurability = "relaxed"\n')
-        server = stack.enter_context(running_server(settings.folder, ("--config", str(config))))
-        host = stack.enter_context(_host(server))
+    with beside_a_server(settings.folder, L2_HOST, LMCACHE_L2.python, "LMCache", _proxy) as (server, layer, files):
         for way in settings.ways:
             adapter = adapter_of(way, _target(server), files)
-            _ask(host, "open", bed=way.value, config=adapter, chunks=settings.chunks, chunk_bytes=settings.chunk_bytes)
+            layer.ask("open", bed=way.value, config=adapter, chunks=settings.chunks, chunk_bytes=settings.chunk_bytes)
         ways: dict[L2Way, Callable[[int], Json]] = {
-            way: partial(_timed, host, way, settings, place) for place, way in enumerate(settings.ways)
+            way: partial(_timed, layer, way, settings, place) for place, way in enumerate(settings.ways)
         }
         samples = sampled(ways, settings.runs, "lmcache", uncounted=2)
-    wrong = [way.value for way, found in samples.items() if not all(sample["is_right"] for sample in found)]
-    problem = f"chunks did not come as they were stored: {', '.join(wrong)}" if wrong else None
-    rows = [
-        {
-            "way": way.value,
-            "operation": operation,
-            "chunks": settings.chunks,
-            "chunk_bytes": settings.chunk_bytes,
-            "seconds": spread([sample[operation] for sample in found]),
-        }
-        for operation in OPERATIONS
-        for way, found in samples.items()
-    ]
-    judged = targets_of(
-        {way: {name: [sample[name] for sample in found] for name in OPERATIONS} for way, found in samples.items()}
-    )
+    rows = rows_of(samples, OPERATIONS, {"chunks": settings.chunks, "chunk_bytes": settings.chunk_bytes})
+    judged = targets_of(seconds_of(samples, OPERATIONS))
+    problem = problem_of(samples, "chunks")
     return published("lmcache", origin, settings, problem, lmcache=rows, targets=[target.json() for target in judged])
 
 
@@ -113,26 +99,7 @@ def targets_of(seconds: Mapping[L2Way, Mapping[str, Sequence[float]]]) -> list[T
 
 def show(result: Json) -> dict[str, Section]:
     """One line for each operation and way, and the targets."""
-    rows = result["lmcache"]
-    theirs = {row["operation"]: row["seconds"]["median"] for row in rows if row["way"] == L2Way.S3.value}
-
-    def ratio(row: Json) -> str:
-        base = theirs.get(row["operation"])
-        return "" if base is None else written(base / row["seconds"]["median"])
-
-    return {
-        "lmcache": (
-            table(
-                rows,
-                "operation = operation | adapter = way",
-                Column("ms", lambda row: written(row["seconds"]["median"], ms)),
-                Column("least", lambda row: written(row["seconds"]["min"], ms)),
-                Column("most", lambda row: written(row["seconds"]["max"], ms)),
-                Column("s3 over it", ratio),
-            ),
-            targets(result["targets"]),
-        )
-    }
+    return {"lmcache": section_of(result["lmcache"], result["targets"], "adapter", L2Way.S3)}
 
 
 def plot(result: Json, path: Path) -> None:
@@ -171,37 +138,13 @@ def _target(server: LocalServer) -> S3Target:
     return S3Target(server.url, server.access_key, server.secret_key, BUCKET, "us-east-1")
 
 
-@contextmanager
-def _host(server: LocalServer) -> Iterator[Child]:
-    """LMCache in a process of its own, which speaks to nothing but the server."""
-    environment = {
-        **dict.fromkeys(PROXIES, ""),
-        **_target(server).proxy(),
-        "NO_PROXY": "127.0.0.1",
-        "AWS_ACCESS_KEY_ID": server.access_key,
-        "AWS_SECRET_ACCESS_KEY": server.secret_key,
-        "HF_HUB_OFFLINE": "1",
-    }
-    child = Child(L2_HOST, environment=environment, python=LMCACHE_L2.python)
-    try:
-        yield child
-    finally:
-        child.close()
+def _proxy(server: LocalServer) -> Mapping[str, str]:
+    """LMCache's adapter for S3 finds a bucket by the name of a host."""
+    return _target(server).proxy()
 
 
-def _ask(host: Child, call: str, **arguments: object) -> Any:
-    """The value of a call. Raises BaselineError where the process fails, OSError where the call does."""
-    host.tell(json.dumps({"do": call, **arguments}))
-    answer = json.loads(host.answer())
-    if "error" in answer:
-        raise OSError(f"LMCache: {answer['error']}")
-    return answer["value"]
-
-
-def _timed(host: Child, way: L2Way, settings: LMCacheSettings, place: int, round_index: int) -> Json:
-    """Each way has chunks of its own in each round: those of others could be there already."""
-    seed = settings.seed * 1_000_000 + (round_index + 10) * len(L2Way) + place
-    found: Json = _ask(host, "timed", bed=way.value, seed=seed)
+def _timed(layer: CacheLayer, way: L2Way, settings: LMCacheSettings, place: int, round_index: int) -> Json:
+    found: Json = layer.ask("timed", bed=way.value, seed=seed_of(settings.seed, L2Way, place, round_index))
     return found
 
 

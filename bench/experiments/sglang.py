@@ -9,25 +9,29 @@ cache. None waits for a disk: the server's durability is relaxed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from bench.beds.cache_layers import (
+    CacheLayer,
+    beside_a_server,
+    problem_of,
+    rows_of,
+    seconds_of,
+    section_of,
+    seed_of,
+)
 from bench.beds.kv_peers.install import SGLANG
-from bench.beds.processes import PROXIES, Child
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, interval, paired, sampled
-from bench.core.show import Column, Json, Section, ms, table, targets, written
-from objectcache.calibration.samples import spread
-from objectcache.calibration.servers import BUCKET, LocalServer, running_server
+from bench.core.show import Json, Section
+from objectcache.calibration.servers import BUCKET, LocalServer
 
 HOST = "tests.engines.sglang_host"
 OPERATIONS = ("set", "exists", "get")
@@ -71,16 +75,10 @@ def measure_sglang(settings: SGLangSettings, origin: Mapping[str, Any]) -> Json:
     """Measure all ways; a page that did not come right is the result's `problem`. Raises WrongUse, FAILURES."""
     if not SGLANG.is_installed:
         raise WrongUse("SGLang is not installed: make engines")
-    with ExitStack() as stack:
-        files = Path(stack.enter_context(TemporaryDirectory(dir=settings.folder)))
-        config = files / "config.toml"
-        config.write_text('[storage]\ndurability = "relaxed"\n')
-        server = stack.enter_context(running_server(settings.folder, ("--config", str(config))))
-        host = stack.enter_context(_host(server))
+    with beside_a_server(settings.folder, HOST, SGLANG.python, "SGLang") as (server, layer, files):
         for way in settings.ways:
             backend, extra = _backend(way, server, files / "pages")
-            _ask(
-                host,
+            layer.ask(
                 "open",
                 node=way.value,
                 backend=backend,
@@ -93,25 +91,12 @@ def measure_sglang(settings: SGLangSettings, origin: Mapping[str, Any]) -> Json:
                 head_dim=settings.head_dim,
             )
         ways: dict[Backend, Callable[[int], Json]] = {
-            way: partial(_timed, host, way, settings, place) for place, way in enumerate(settings.ways)
+            way: partial(_timed, layer, way, settings, place) for place, way in enumerate(settings.ways)
         }
         samples = sampled(ways, settings.runs, "sglang", uncounted=2)
-    wrong = [way.value for way, found in samples.items() if not all(sample["is_right"] for sample in found)]
-    problem = f"pages did not come as they were stored: {', '.join(wrong)}" if wrong else None
-    rows = [
-        {
-            "way": way.value,
-            "operation": operation,
-            "pages": settings.pages,
-            "page_bytes": settings.page_bytes,
-            "seconds": spread([sample[operation] for sample in found]),
-        }
-        for operation in OPERATIONS
-        for way, found in samples.items()
-    ]
-    judged = targets_of(
-        {way: {name: [s[name] for s in found] for name in OPERATIONS} for way, found in samples.items()}
-    )
+    rows = rows_of(samples, OPERATIONS, {"pages": settings.pages, "page_bytes": settings.page_bytes})
+    judged = targets_of(seconds_of(samples, OPERATIONS))
+    problem = problem_of(samples, "pages")
     return published("sglang", origin, settings, problem, sglang=rows, targets=[target.json() for target in judged])
 
 
@@ -134,26 +119,7 @@ def targets_of(seconds: Mapping[Backend, Mapping[str, Sequence[float]]]) -> list
 
 def show(result: Json) -> dict[str, Section]:
     """One line for each operation and way, and the targets."""
-    rows = result["sglang"]
-    theirs = {row["operation"]: row["seconds"]["median"] for row in rows if row["way"] == Backend.SEAWEEDFS.value}
-
-    def ratio(row: Json) -> str:
-        base = theirs.get(row["operation"])
-        return "" if base is None else written(base / row["seconds"]["median"])
-
-    return {
-        "sglang": (
-            table(
-                rows,
-                "operation = operation | back-end = way",
-                Column("ms", lambda row: written(row["seconds"]["median"], ms)),
-                Column("least", lambda row: written(row["seconds"]["min"], ms)),
-                Column("most", lambda row: written(row["seconds"]["max"], ms)),
-                Column("seaweedfs over it", ratio),
-            ),
-            targets(result["targets"]),
-        )
-    }
+    return {"sglang": section_of(result["sglang"], result["targets"], "back-end", Backend.SEAWEEDFS)}
 
 
 def plot(result: Json, path: Path) -> None:
@@ -161,35 +127,9 @@ def plot(result: Json, path: Path) -> None:
     draw(CHART, result["sglang"], "SGLang's storage back-ends; medians, least and greatest", path)
 
 
-@contextmanager
-def _host(server: LocalServer) -> Iterator[Child]:
-    """SGLang in a process of its own, which speaks to nothing but the server."""
-    environment = {
-        **dict.fromkeys(PROXIES, ""),
-        "AWS_ACCESS_KEY_ID": server.access_key,
-        "AWS_SECRET_ACCESS_KEY": server.secret_key,
-        "HF_HUB_OFFLINE": "1",
-    }
-    child = Child(HOST, environment=environment, python=SGLANG.python)
-    try:
-        yield child
-    finally:
-        child.close()
-
-
-def _ask(host: Child, call: str, **arguments: object) -> Any:
-    """The value of a call. Raises BaselineError where the process fails, OSError where the call does."""
-    host.tell(json.dumps({"do": call, **arguments}))
-    answer = json.loads(host.answer())
-    if "error" in answer:
-        raise OSError(f"SGLang: {answer['error']}")
-    return answer["value"]
-
-
-def _timed(host: Child, way: Backend, settings: SGLangSettings, place: int, round_index: int) -> Json:
-    """Each way has pages of its own in each round: those of others could be there already."""
-    seed = settings.seed * 1_000_000 + (round_index + 10) * len(Backend) + place
-    found: Json = _ask(host, "timed", node=way.value, seed=seed, count=settings.pages)
+def _timed(layer: CacheLayer, way: Backend, settings: SGLangSettings, place: int, round_index: int) -> Json:
+    seed = seed_of(settings.seed, Backend, place, round_index)
+    found: Json = layer.ask("timed", node=way.value, seed=seed, count=settings.pages)
     return found
 
 
