@@ -1,12 +1,13 @@
 """The forms through which a chunk in memory goes, and what it costs to have it in one of them. Pure.
 
 Its home has the chunk exactly. So a use of one that has left costs loading it, and a chunk comes back to a better form
-by a load, too. It does so once its uses have cost as much in the present form as a load does: whoever rents until the
-rent has come to the price, and then buys, never pays more than twice what would have been best (Karlin et al. 1988,
-"Competitive snoopy caching"), and needs no guess of how often the chunk will be used.
+by a load, too. It does so once its uses have cost as much more in the present form as RISE_LOADS loads: whoever rents
+until the rent has come to the price, and then buys, needs no guess of how often a chunk will be used (Karlin et al.
+1988, "Competitive snoopy caching"). It is more than one load, because most chunks are used a few times only, and the
+chunk that makes room is worth something, too.
 
     alpha 0.25 s, a chunk of 64 MB at 1 GB/s from home, 4 bits of quality 0.96 that decode in 16 ms
-    a use at 4 bits costs 20 ms more than an exact one, a load costs 64 ms   ->  it comes back exactly at the fourth use
+    a use at 4 bits costs 20 ms more than an exact one, a load 64 ms   ->  it comes back exactly at the 13th use
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from storage_server.cache.policies.ladder import LADDERS_MAX, SAVED_FRACTION_MIN
 from storage_server.cache.policies.use_worth import STEPS_PER_OCTAVE
 from storage_server.cache.policies.utility import Form, UtilitySettings, use_cost_s
 
+RISE_LOADS = 4.0
+
 
 class MemoryLadders:
     """Makes the ladders of chunks in memory out of the forms that their readers take, and remembers the last ones."""
@@ -31,6 +34,10 @@ class MemoryLadders:
     def load_s(self, forms: Sequence[Form]) -> float:
         """The seconds that the exact chunk takes from its home. `forms` has the exact one first."""
         return forms[0].nbytes / self._settings.home_bytes_per_s
+
+    def rise_cost_s(self, forms: Sequence[Form]) -> float:
+        """As much as uses in another form than the best one have to cost more, before the chunk comes back to that."""
+        return RISE_LOADS * self.load_s(forms)
 
     def use_cost_s(self, form: Form, forms: Sequence[Form]) -> float:
         """The seconds that a use costs in one of these forms, the lost quality among them."""

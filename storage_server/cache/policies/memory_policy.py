@@ -25,7 +25,7 @@ from storage_server.planning.forms import Encoded, Reading
 GHOST_COUNT_MAX = 1 << 17
 """Chunks that are not in memory, and whose readers are remembered."""
 
-RISES_MAX = 6
+RISES_MAX = 4
 """After so many times a chunk waits no longer to rise again."""
 
 
@@ -205,14 +205,14 @@ class MemoryPolicy:
         return None if is_as_it_was else self._ladders.of(forms, at)
 
     def _is_to_rise(self, chunk: _Chunk, at: Form, best: Form) -> bool:
-        """Whether the uses in the present form, with this one, have cost as much more as loading the chunk does; after
+        """Whether the uses in the present form, with this one, have cost so much more that the chunk is to rise; after
         each time twice as much, because it would not have had to rise again if there were room.
         """
         if best.nbytes <= at.nbytes:
             return False
         forms = chunk.forms
         chunk.borne_s += self._ladders.use_cost_s(at, forms) - self._ladders.use_cost_s(best, forms)
-        return chunk.borne_s >= self._ladders.load_s(forms) * (1 << chunk.rise_count)
+        return chunk.borne_s >= self._ladders.rise_cost_s(forms) * (1 << chunk.rise_count)
 
     def _decision(self, touched: Mapping[Key, bool]) -> TierDecision:
         """The changes that put these chunks where the policy has them: in memory, or (False) not."""

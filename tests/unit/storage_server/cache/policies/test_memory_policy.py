@@ -153,7 +153,7 @@ def test_a_chunk_comes_back_exact_when_a_reader_needs_it_so() -> None:
     for _ in range(3):
         books.use(keys(0, 1, 2))
     encoded = next(key for key, codec in books.held.items() if codec is not None)
-    for _ in range(6):
+    for _ in range(16):
         books.use([encoded], None)
     assert books.held[encoded] is None
 
@@ -361,7 +361,7 @@ def test_errors_of_a_chunk_are_remembered_for_a_few_shapes() -> None:
     assert {shape for shape, _ in errors} == set(shapes[-8:])
 
 
-def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_a_load_does() -> None:
+def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_four_loads_do() -> None:
     """At 8 bits of quality 0.9 a use loses 0.1 ms, and a load takes 0.33 ms. Others, which nobody uses, make room."""
     figures = {Codec.KIVI8: CodecFigures(0.9, 1e12)}
     books = Books(MemoryPolicy(4 * EXACT, replace(SETTINGS, codecs=figures)))
@@ -370,10 +370,10 @@ def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_a_load_does() -> 
         books.use(keys(*range(6)), reading)
     encoded = next(key for key, codec in books.held.items() if codec is not None)
     uses = 0
-    while books.held[encoded] is not None and uses < 20:
+    while books.held[encoded] is not None and uses < 40:
         books.use([encoded], reading)
         uses += 1
-    assert 1 <= uses <= 8
+    assert 1 <= uses <= 28, "14, or twice as many where it has tried before"
 
 
 def test_chunks_that_are_used_alike_do_not_change_places() -> None:
