@@ -30,7 +30,11 @@ TABLES = (
     """,
     "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
+    "CREATE INDEX IF NOT EXISTS records_by_stamp ON records (kind, name, key, stamp, writer, is_gone)",
 )
+"""The record that holds is the last of its thing in `records_by_stamp`, so that finding it is as little work where all
+writers have a record of the thing, as a neighbour can bring about.
+"""
 Named = tuple[TouchedKind, str, str]
 """A Touched, or the plain tuple of it: the collection of garbage, for which all threads stop, does not follow those."""
 ROW_BYTES = 200
