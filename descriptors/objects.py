@@ -88,6 +88,12 @@ class BucketCache:
         return cls(capacity_bytes)
 
 
+BUCKETS_LISTED_MAX = 10_000
+"""A list of buckets has no more: nobody bounds how many an access key makes, and all of them would take memory for
+each list that is made at once.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketInfo:
     """A bucket, when it was made (Unix seconds), and the access key that made it; `cache` where it is one."""

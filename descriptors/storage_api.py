@@ -31,6 +31,7 @@ from descriptors.messages import (
 )
 from descriptors.notices import Mode
 from descriptors.objects import (
+    BUCKETS_LISTED_MAX,
     BodyDigests,
     BucketCache,
     BucketInfo,
@@ -282,8 +283,10 @@ class ObjectsApi(Protocol):
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo: ...
 
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        """All buckets; the gateway shows a caller those that its policy allows."""
+    async def list_buckets(self, access_key: str, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
+        """Up to `most` of all buckets, in the order of their names, behind the name `after`; the gateway shows a caller
+        those that its policy allows.
+        """
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         """Delete a bucket and its unfinished uploads. Raises CallerError(BucketNotEmpty) while it has objects."""

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CACHE_HEADER
-from descriptors.objects import BucketCache
+from descriptors.objects import BUCKETS_LISTED_MAX, BucketCache, BucketInfo
 from descriptors.units import MIB
 from gateway.call import Call
 from gateway.operations.answers import owner_of, xml_answer, xml_pages
@@ -20,6 +20,9 @@ from gateway.s3.xml_in import parse_acl, parse_create_bucket, parse_lifecycle
 from objectcache.adapters.threads import in_parts, let_others_run
 
 BUCKETS_MAX = 10_000
+BUCKET_BYTES = 512
+"""A bucket in a list takes about so much memory, with its part of the document."""
+LOOKED_AT_MIN = 1_000
 DOCUMENT_BYTES_MAX = MIB
 US_EAST_1 = "us-east-1"
 _OWNERSHIP = "x-amz-object-ownership"
@@ -32,21 +35,36 @@ async def list_buckets(call: Call) -> web.StreamResponse:
     prefix = parameters.get("prefix", "")
     most = integer(parameters, "max-buckets", BUCKETS_MAX, least=1, most=BUCKETS_MAX)
     after = after_token(parameters.get("continuation-token", ""))
-    region = parameters.get("bucket-region", call.settings.region)
-    buckets = sorted(await call.storage.objects.list_buckets(call.access_key), key=lambda bucket: bucket.name)
-    seen = []
-    for start, some in in_parts(buckets):
-        await let_others_run(start)
-        seen += [
-            bucket
-            for bucket in some
-            if call.credential.allows("ListAllMyBuckets", bucket.name)
-            and bucket.name.startswith(prefix)
-            and bucket.name > after
-            and region == call.settings.region
-        ]
-    token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
-    return await xml_pages(lambda: xml.buckets_document(call.access_key, seen[:most], prefix, token), len(seen))
+    seen: list[BucketInfo] = []
+    try:
+        if parameters.get("bucket-region", call.settings.region) == call.settings.region:
+            await _see(call, seen, prefix, after, most + 1)
+        token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
+        return await xml_pages(lambda: xml.buckets_document(call.access_key, seen[:most], prefix, token), len(seen))
+    finally:
+        call.documents.give_back(call.access_key, BUCKET_BYTES * len(seen))
+
+
+async def _see(call: Call, seen: list[BucketInfo], prefix: str, after: str, most: int) -> None:
+    """Add buckets that the key may see, in order, until they are `most`, or some more. There may be any number of
+    others, which are looked at and let go, a list at a time. Those that are seen count among the caller's documents.
+    """
+    start, asked_count = max(after, prefix[:-1]), min(max(most, LOOKED_AT_MIN), BUCKETS_LISTED_MAX)
+    while len(seen) < most:
+        found = await call.storage.objects.list_buckets(call.access_key, start, asked_count)
+        found = [bucket for bucket in found if bucket.name > start]  # a server of the release before gives all
+        for at, some in in_parts(found):
+            await let_others_run(at)
+            allowed = [
+                bucket
+                for bucket in some
+                if bucket.name.startswith(prefix) and call.credential.allows("ListAllMyBuckets", bucket.name)
+            ]
+            call.documents.take(call.access_key, BUCKET_BYTES * len(allowed))
+            seen += allowed
+        if len(found) < asked_count or found[-1].name[: len(prefix)] > prefix:
+            return
+        start = found[-1].name
 
 
 async def create_bucket(call: Call) -> web.StreamResponse:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from bisect import bisect_right
 from typing import Any
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import BucketCache, BucketInfo
+from descriptors.objects import BUCKETS_LISTED_MAX, BucketCache, BucketInfo
 from storage_server.home.rules.documents import entries_of
 from storage_server.home.rules.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.home.rules.refusals import unreachable
@@ -39,11 +40,13 @@ class UpstreamBuckets:
         found = await self._buckets() or ()
         return next((each for each in found if each.name == bucket), BucketInfo(bucket, 0.0, ""))
 
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+    async def list_buckets(self, access_key: str, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
+        """The service can only be asked for all of them."""
         found = await self._buckets()
         if found is None:
             raise unreachable(f"its list of buckets has no end, or more than {BUCKETS_MAX}")
-        return found
+        first = bisect_right(found, after, key=lambda bucket: bucket.name)
+        return found[first : first + most]
 
     async def _buckets(self) -> list[BucketInfo] | None:
         """The account's buckets, by name; None where there are too many."""

@@ -70,13 +70,16 @@ class Revalidation:
         raised at the end. Raises ServerError(SlowDown) at once where upstream is busy or gone.
         """
         refused: ObjectCacheError | None = None
-        for bucket in await self._index.threaded(queries.buckets):
-            try:
-                await self._compare(bucket.name)
-            except ObjectCacheError as error:
-                if error.code is ErrorCode.SLOW_DOWN:
-                    raise
-                refused = refused or error
+        after = ""
+        while found := await self._index.threaded(partial(queries.buckets, after=after)):
+            after = found[-1].name
+            for bucket in found:
+                try:
+                    await self._compare(bucket.name)
+                except ObjectCacheError as error:
+                    if error.code is ErrorCode.SLOW_DOWN:
+                        raise
+                    refused = refused or error
         if refused is not None:
             raise refused
 

@@ -19,6 +19,7 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    BUCKETS_LISTED_MAX,
     BucketCache,
     BucketInfo,
     CompleteRequest,
@@ -320,8 +321,8 @@ class CachedObjects:
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         return await self._there.head_bucket(access_key, bucket)
 
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        return await self._there.list_buckets(access_key)
+    async def list_buckets(self, access_key: str, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
+        return await self._there.list_buckets(access_key, after, most)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         return await self._there.get_lifecycle(access_key, bucket)

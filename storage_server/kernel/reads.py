@@ -7,11 +7,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
 from descriptors.objects import (
+    BUCKETS_LISTED_MAX,
     BucketInfo,
     ByteRange,
     ListPage,
@@ -80,9 +82,9 @@ class Reads:
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         return self._index.here(lambda db: queries.bucket(db, bucket))
 
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+    async def list_buckets(self, access_key: str, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
         work_for(access_key)
-        return await self._index.threaded(queries.buckets)
+        return await self._index.threaded(partial(queries.buckets, after=after, most=most))
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         return self._index.here(lambda db: queries.lifecycle(db, bucket))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import BucketCache, BucketInfo
+from descriptors.objects import BUCKETS_LISTED_MAX, BucketCache, BucketInfo
 from descriptors.storage_api import SERVER_KEY
 from storage_server.home.directory.following import Following
 from storage_server.home.directory.rules.records import Record, fits
@@ -27,9 +27,9 @@ class SharedBuckets:
         await self._following.read_journals()
         return await self._objects.head_bucket(access_key, bucket)
 
-    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+    async def list_buckets(self, access_key: str, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
         await self._following.read_journals()
-        return await self._objects.list_buckets(access_key)
+        return await self._objects.list_buckets(access_key, after, most)
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         """A journal that cannot be read may have objects of the bucket: raises ServerError(SlowDown) then."""

@@ -10,6 +10,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CLASS_HEADER, CODEC_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    BUCKETS_LISTED_MAX,
     BucketCache,
     BucketInfo,
     Checksum,
@@ -56,9 +57,16 @@ def bucket(db: sqlite3.Connection, name: str) -> BucketInfo:
     return require_bucket(db, name)
 
 
-def buckets(db: sqlite3.Connection) -> list[BucketInfo]:
-    """All buckets by name."""
-    return [bucket_info(row) for row in db.execute(f"SELECT {BUCKET_COLUMNS} FROM buckets ORDER BY name")]
+def buckets(db: sqlite3.Connection, after: str = "", most: int = BUCKETS_LISTED_MAX) -> list[BucketInfo]:
+    """Up to `most` buckets by name, behind `after`."""
+    sql = f"SELECT {BUCKET_COLUMNS} FROM buckets WHERE name > ? ORDER BY name LIMIT ?"
+    return [bucket_info(row) for row in db.execute(sql, (after, most))]
+
+
+def buckets_with_rules(db: sqlite3.Connection, after: str, most: int) -> list[str]:
+    """The names of up to `most` buckets that have lifecycle rules, in order, behind `after`."""
+    sql = "SELECT name FROM buckets WHERE name > ? AND lifecycle <> '[]' ORDER BY name LIMIT ?"
+    return [name for (name,) in db.execute(sql, (after, most))]
 
 
 def declared_caches(db: sqlite3.Connection) -> dict[str, BucketCache]:

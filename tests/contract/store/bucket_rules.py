@@ -70,6 +70,16 @@ class BucketRules(StoreRules):
         assert ours(await storage.objects.list_buckets(CALLER)) == [BUCKET]
         assert await refusal(storage.objects.head_bucket(CALLER, OTHER_BUCKET)) is ErrorCode.NO_SUCH_BUCKET
 
+    async def test_buckets_are_listed_some_at_a_time(self, storage: Any) -> None:
+        for name in (BUCKET, OTHER_BUCKET):
+            await storage.objects.create_bucket(CALLER, name)
+        found: list[str] = []
+        while page := await storage.objects.list_buckets(CALLER, found[-1] if found else "", 1):
+            assert len(page) == 1
+            found.append(page[0].name)
+        assert found == [bucket.name for bucket in await storage.objects.list_buckets(CALLER)]
+        assert {BUCKET, OTHER_BUCKET} <= set(found)
+
     async def test_a_bucket_is_created_once(self, filled: Any) -> None:
         again = filled.objects.create_bucket(CALLER, BUCKET)
         assert await refusal(again) is ErrorCode.BUCKET_ALREADY_OWNED

@@ -59,9 +59,9 @@ class Index:
         self.buckets = buckets
 
     async def threaded(self, query: Any) -> Any:
-        if query is revalidation.queries.buckets:
-            return [SimpleNamespace(name=name) for name in self.buckets]
         known = query.keywords
+        if query.func is revalidation.queries.buckets:
+            return [SimpleNamespace(name=name) for name in sorted(self.buckets) if name > known["after"]]
         held = self.buckets[known["name"]]
         keys = sorted(key for key in held if key > known["start"])[: known["limit"]]
         return [SimpleNamespace(info=SimpleNamespace(key=key, etag=held[key]), version=1) for key in keys]
