@@ -11,6 +11,25 @@ from descriptors.objects import ListPage, ListRequest, ObjectInfo, UploadInfo, U
 ROWS_PER_FETCH = 1001
 ROWS_AFTER_GROUP = 16
 
+
+class _RowCounts:
+    """How many rows are fetched next for a page of `most` entries: few where a common prefix may let the following ones
+    be skipped, then more. Else each of a thousand common prefixes would take a thousand rows.
+    """
+
+    def __init__(self, delimiter: str, most: int) -> None:
+        self._most = min(most + 1, ROWS_PER_FETCH)
+        self._count = ROWS_AFTER_GROUP if delimiter else ROWS_PER_FETCH
+
+    def next(self) -> int:
+        count, self._count = self._count, min(4 * self._count, ROWS_PER_FETCH)
+        return min(count, self._most)
+
+    def note_group(self) -> None:
+        """The rows behind a common prefix come next."""
+        self._count = ROWS_AFTER_GROUP
+
+
 Fetch = Callable[[str, bool, int], Awaitable[list[ObjectInfo]]]
 """Maps (start, inclusive, limit) to rows with the wanted prefix, in key order."""
 
@@ -56,20 +75,20 @@ async def list_page(request: ListRequest, fetch: Fetch) -> ListPage:
 async def _entries(request: ListRequest, fetch: Fetch) -> AsyncIterator[tuple[str, ObjectInfo | None]]:
     """Objects and common prefixes in key order. The keys of a common prefix are skipped, not read."""
     start, inclusive = _first(request)
-    row_count = ROWS_AFTER_GROUP if request.delimiter else ROWS_PER_FETCH
+    row_counts = _RowCounts(request.delimiter, request.max_keys)
     while start is not None:
-        rows = await fetch(start, inclusive, min(row_count, request.max_keys + 1))
+        rows = await fetch(start, inclusive, row_counts.next())
         if not rows:
             return
         start, inclusive = rows[-1].key, False
-        row_count = min(4 * row_count, ROWS_PER_FETCH)  # few rows after a common prefix, then more
         for row in rows:
             group = rolled_up(row.key, request)
             if group is None:
                 yield row.key, row
                 continue
             yield group, None
-            start, inclusive, row_count = successor(group), True, ROWS_AFTER_GROUP
+            start, inclusive = successor(group), True
+            row_counts.note_group()
             break
 
 
@@ -118,8 +137,9 @@ async def _upload_entries(
             seen = request.upload_id_marker
         else:
             start = request.key_marker + "\0"
+    row_counts = _RowCounts(request.delimiter, request.max_uploads)
     while start is not None:
-        rows = await fetch(start, seen, min(ROWS_PER_FETCH, request.max_uploads + 1))
+        rows = await fetch(start, seen, row_counts.next())
         if not rows:
             return
         start, seen = rows[-1].key, rows[-1].upload_id
@@ -130,6 +150,7 @@ async def _upload_entries(
                 continue
             yield group, None
             start, seen = successor(group), None
+            row_counts.note_group()
             break
 
 

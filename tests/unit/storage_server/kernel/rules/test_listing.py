@@ -134,3 +134,20 @@ def test_a_long_listing_reads_each_row_about_once(delimiter: str) -> None:
 
     assert asyncio.run(collect()) == (1000 if delimiter else 100_000)
     assert rows_read <= (1000 * 17 if delimiter else 101_000)
+
+
+def test_each_group_of_uploads_takes_a_few_rows() -> None:
+    """2,100 uploads, each in a folder of its own: one list read a million rows, for more than a minute."""
+    ordered = [f"group-{index:04}/key" for index in range(2_100)]
+    rows_read = 0
+
+    async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:
+        nonlocal rows_read
+        at = bisect_left(ordered, key)
+        rows = [UploadInfo("id", found, 0.0, "o") for found in ordered[at : at + limit]]
+        rows_read += len(rows)
+        return rows
+
+    page = asyncio.run(list_uploads(UploadListRequest("b", "", "/", max_uploads=1000), fetch))
+    assert page.common_prefixes == [f"group-{index:04}/" for index in range(1000)]
+    assert rows_read <= 1001 * 16
