@@ -92,18 +92,31 @@ class OwnJournal:
         may lie behind a damaged length.
         """
         self.close()
-        self.generation = newest(self._folder) or 1
+        names = self._folder.names()
+        self.generation = self._newest_of(names) or 1
         place = _place(self._folder, self.generation)
         self._fd = _own(place, os.O_CREAT)
         self._disk.sync_directory(self._folder)
-        for name in self._folder.names():  # what a crash has left of a rewrite
+        for name in names:  # what a crash has left of a rewrite
             succession = _SUCCESSION.match(name)
             is_other = succession is not None and (int(succession[1]) != self.generation or succession[2] is not None)
             if is_other or (name != place.name and _NAME.match(name.removesuffix(".new"))):
-                self._disk.unlink(self._folder / name)
+                self._remove_old(name)
         known = {coming[0]: coming[1], generation: position}
         self.end = known.get(self.generation, 0)
         self._find_end(may_cut=self.generation in known)
+
+    def _newest_of(self, names: Iterable[str]) -> int | None:
+        """The newest generation of the own journal that is a file: a neighbour may have given its name to a folder, and
+        may have made any number of other names, of which readers of other servers look at few.
+        """
+        found = [int(match[1]) for match in map(_NAME.match, names) if match and (self._folder / match[0]).exists()]
+        return max(found, default=None)
+
+    def _remove_old(self, name: str) -> None:
+        """Remove what is left of an older generation, if that is possible now; nobody reads it."""
+        with contextlib.suppress(OSError):
+            self._disk.unlink(self._folder / name)
 
     def find_end_again(self) -> None:
         """Find the end again after a write that failed; `end` is then behind all that others may have read."""
@@ -217,8 +230,7 @@ class OwnJournal:
         for name in self._folder.names():
             match = _NAME.match(name) or _SUCCESSION.match(name)
             if match and int(match[1]) < self.generation:
-                with contextlib.suppress(OSError):  # the next time
-                    self._disk.unlink(self._folder / name)
+                self._remove_old(name)
 
     def _follow(self, successor: Beneath, end: int) -> None:
         """Write on in the next generation. After an error the one before is still open."""

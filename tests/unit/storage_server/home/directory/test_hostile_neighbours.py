@@ -644,3 +644,20 @@ async def test_a_journal_that_is_shortened_while_it_is_read_is_not_waited_for(
         await put(one, "key", b"data")
         assert await get(one, "key") == b"data"
         assert "the journal has become shorter" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["journal-0", "journal-2", "journal-1.new", "succession-9", "many"])
+async def test_a_server_starts_whatever_names_a_neighbour_makes_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A folder of the name of an old journal, or too many names, had the server end at its start."""
+    monkeypatch.setattr(journal_module, "NAMES_MAX", 20)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        own = tmp_path / "shared" / "writers" / one.writer
+    for each in [f"name-{number}" for number in range(20)] if name == "many" else [name]:
+        (own / each).mkdir()
+    async with opened(tmp_path, "a") as again:
+        assert await get(again, "key") == b"data"
+        await put(again, "other", b"more")
