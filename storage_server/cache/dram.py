@@ -1,9 +1,10 @@
 """The DRAM tier: chunks that are expected to be asked for again, in huge pages. Bytes are proved once, when they are
 copied into the tier.
 
-A tier that takes landings asks the policy when a delivery begins. An extent that the policy admits gets its memory at
-once, and the rows that the delivery reads past the page cache are read into that memory. Any other tier asks when a
-delivery has ended. Bytes that are still missing are read behind the answer.
+A keeper (storage_server.cache.keeping) decides what is in memory, and in which form. A tier that takes landings asks it
+when a delivery begins. An extent that is to come gets its memory at once, and the rows that the delivery reads past the
+page cache are read into that memory. Any other tier asks when a delivery has ended. Bytes that are still missing are
+read behind the answer.
 
 Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier. That one yields to
 deliveries, and leaves most of the host's cores to others.
@@ -17,25 +18,24 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
 from objectcache.adapters.memory_area import Area, PrivateArea
-from objectcache.adapters.threads import finished, in_parts, let_others_run, to_end
-from storage_server.cache.policies.choice import Eviction, policy_of
-from storage_server.cache.policies.order import Request
-from storage_server.cache.policies.policy import EvictionPolicy
+from objectcache.adapters.threads import finished, in_parts, let_others_run
+from storage_server.cache.exact_keeper import ExactKeeper
+from storage_server.cache.keeping import Copy, Keeper, TierMemory
 from storage_server.cache.rules.landed import LandedUnits
 from storage_server.cache.rules.lent import Lent
 from storage_server.cache.rules.pace import pause_s
 from storage_server.cache.rules.residency import Key, Residency, key_of
 from storage_server.delivery.gather.coming import is_whole
-from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
+from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Encoded, Reading, Takes
 from storage_server.planning.rows import Row, Rows
 from storage_server.planning.source import ChunkSource, Pins
@@ -46,16 +46,17 @@ _log = logging.getLogger(__name__)
 
 
 class DramTier:
-    """`nbytes` of memory for extents of `source`; `eviction` says which. The system provides a page at its first use.
-    `make_area` may give memory that was made elsewhere.
+    """`nbytes` of memory for extents of `source`, of which a keeper that `keep` makes says which are there. The system
+    provides a page at its first use. `make_area` may give memory that was made elsewhere. With `takes_landings` the
+    keeper has exact chunks.
     """
 
     def __init__(
         self,
         nbytes: int,
         source: ChunkSource,
+        keep: Callable[[TierMemory], Keeper] = ExactKeeper,
         make_area: Callable[[int], Area] = PrivateArea,
-        eviction: Eviction = Eviction.REUSE_VALUE,
         *,
         takes_landings: bool = False,
     ) -> None:
@@ -63,7 +64,6 @@ class DramTier:
         self._source = source
         self.residency = Residency(self.nbytes)
         """The extents in memory, and the counts of them."""
-        self._policy = policy_of(eviction, self.nbytes)
         self._books = ThreadPoolExecutor(1, "dram-books")
         self._fillers = ThreadPoolExecutor(1, "dram-fill")
         self._core_count = len(os.sched_getaffinity(0))
@@ -73,20 +73,12 @@ class DramTier:
         self._closed = False
         self._landed = LandedUnits(self.nbytes) if takes_landings and self.nbytes else None
         self.address = 0
+        view = memoryview(b"")
         if self.nbytes:
             self._area = make_area(self.nbytes)
-            self._view = memoryview(self._area.map)
+            view = memoryview(self._area.map)
             self.address = self._area.address
-
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes of exact chunks that have been encoded."""
-        return 0
-
-    @property
-    def encoding_s(self) -> float:
-        """The time that this has taken."""
-        return 0.0
+        self.keeper = keep(TierMemory(view, self.residency, source, self._books))
 
     def has(self, extents: Sequence[Extent], reader: Takes | None) -> bool:
         """Whether all these extents are in memory in forms that the reader takes."""
@@ -101,7 +93,7 @@ class DramTier:
             yield Lent([None] * len(extents))
             return
         offsets: list[int | None] = []
-        deciding: asyncio.Task[list[tuple[Extent, int]]] | None = None
+        deciding: asyncio.Task[list[Copy]] | None = None
         landings: Rows | None = None
         try:
             for start, part in in_parts(extents):
@@ -128,10 +120,12 @@ class DramTier:
     async def close(self) -> None:
         """Finish the copies under way and begin no more."""
         self._closed = True
+        self.keeper.stop()
         for task in list(self._working):
             await finished(task)
         self._books.shutdown()
         self._fillers.shutdown()
+        self.keeper.close()
 
     def _track(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)
@@ -144,7 +138,7 @@ class DramTier:
         extents: Sequence[Extent],
         offsets: Sequence[int | None],
         looked_at: int,
-        deciding: asyncio.Task[list[tuple[Extent, int]]] | None,
+        deciding: asyncio.Task[list[Copy]] | None,
         reading: Reading | None,
     ) -> None:
         """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
@@ -170,9 +164,7 @@ class DramTier:
         ]
         return found if any(form is not None for form in found) else None
 
-    async def _coming(
-        self, extents: Sequence[Extent], landings: Rows | None, reading: Reading | None
-    ) -> list[tuple[Extent, int]]:
+    async def _coming(self, extents: Sequence[Extent], landings: Rows | None, reading: Reading | None) -> list[Copy]:
         """Tell the policy of a use of these extents. Returns those that are to come into memory, each with its offset,
         and fills their addresses in into `landings`. Where too many wait to tell the policy, this use is forgotten.
         """
@@ -181,7 +173,7 @@ class DramTier:
         self._waiting_count += 1
         try:
             async with self._deciding:  # what one decision admits, the next one may evict: in this order
-                coming = await self._decided(extents, reading)
+                coming = await self.keeper.decide(await self._whole(extents), reading)
         finally:
             self._waiting_count -= 1
         if self._landed is not None:
@@ -202,41 +194,16 @@ class DramTier:
             known |= {key_of(extent): extent for extent in part if is_whole(extent)}
         return known
 
-    async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
-        """Ask the policy what is to be in memory after a use of these extents, and carry it out but for the copying."""
-        known = await self._whole(extents)
-        admitted, evicted = await self._in_books(partial(_requested, self._policy, known))
-        coming: list[tuple[Extent, int]] = []
-        refused: list[Key] = []
-        for start, keys in in_parts(evicted):
-            await let_others_run(start)
-            self.residency.evict(keys)
-        for start, keys in in_parts(admitted):
-            await let_others_run(start)
-            come, refuse = self.residency.admit(keys, known)
-            coming += come
-            refused += refuse
-        await self._forgotten(refused)
-        return coming
-
-    async def _forgotten(self, keys: Sequence[Key]) -> None:
-        """Tell the policy that these are not in memory after all."""
-        if keys:
-            await self._in_books(lambda: [self._policy.remove(key) for key in keys])
-
-    async def _in_books(self, call: Callable[[], _T]) -> _T:
-        return await to_end(asyncio.get_running_loop().run_in_executor(self._books, call))
-
-    async def _take_in(self, coming: Sequence[tuple[Extent, int]], looked_at: int) -> None:
+    async def _take_in(self, coming: Sequence[Copy], looked_at: int) -> None:
         pins = self._source.keep([extent for extent, _ in coming], looked_at)
         if pins is None:  # deleted meanwhile
             await self._dropped(coming)
         else:
             await self._copy_in(coming, pins)
 
-    async def _copy_in(self, coming: Sequence[tuple[Extent, int]], pins: Pins) -> None:
+    async def _copy_in(self, coming: Sequence[Copy], pins: Pins) -> None:
         loop = asyncio.get_running_loop()
-        left, bad = deque(coming), list[tuple[Extent, int]]()
+        left, bad = deque(coming), list[Copy]()
         try:
             while left and not self._closed:
                 extent, offset = left[0]
@@ -244,11 +211,11 @@ class DramTier:
                 is_good, used_s = True, 0.0
                 if missing:
                     is_good, used_s = await loop.run_in_executor(
-                        self._fillers, partial(_timed, self._read, extent, offset, missing)
+                        self._fillers, partial(_timed, self.keeper.read, extent, offset, missing)
                     )
                 taken = left.popleft()
                 if is_good:
-                    self.residency.filled(extent, self._form_of_copy(extent, offset))
+                    self.residency.filled(extent, self.keeper.form_of_copy(extent, offset))
                 else:
                     bad.append(taken)
                 if left and used_s:
@@ -257,33 +224,14 @@ class DramTier:
             pins.release()
             await self._dropped([*bad, *left])
 
-    def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
-        """The form in which `_read` has written the extent at this offset."""
-        return None
-
-    async def _dropped(self, coming: Sequence[tuple[Extent, int]]) -> None:
+    async def _dropped(self, coming: Sequence[Copy]) -> None:
+        self.keeper.drop(coming)
         for extent, _ in coming:
             self.residency.dropped(extent)
-        await self._forgotten([key_of(extent) for extent, _ in coming])
-
-    def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
-        try:
-            for start, end in missing:
-                self._source.read_extent(extent, self._view[offset + start : offset + end], start)
-        except (CorruptExtentError, OSError) as error:
-            _log.warning("an extent was not taken into memory: %s", error)
-            return False
-        return True
+        await self.keeper.forget([key_of(extent) for extent, _ in coming])
 
 
 def _timed(work: Callable[..., _T], *arguments: object) -> tuple[_T, float]:
     """Its result, and for how long this thread has used a processor."""
     began_s = time.thread_time()
     return work(*arguments), time.thread_time() - began_s
-
-
-def _requested(policy: EvictionPolicy, extents: Mapping[Key, Extent]) -> tuple[list[Key], list[Key]]:
-    """The extents that come, parents before children, and those that go, after this use."""
-    sizes = [max(ALIGNMENT_BYTES, aligned(extent.nbytes)) for extent in extents.values()]
-    change = policy.request(Request(time.monotonic(), list(extents), sizes))
-    return cast("list[Key]", list(change.admitted)), cast("list[Key]", list(change.evicted))

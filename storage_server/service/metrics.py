@@ -44,8 +44,8 @@ def memory_readings(dram: DramTier, staging: StagingPool) -> Iterator[Reading]:
     yield metrics.DRAM_MISSES, _one(dram.residency.missed_count)
     yield metrics.DRAM_EVICTED, _one(dram.residency.evicted_count)
     yield metrics.DRAM_FORMS, {(codec,): float(count) for codec, count in dram.residency.form_counts.items()}
-    yield metrics.DRAM_ENCODED, _one(dram.encoded_bytes)
-    yield metrics.DRAM_ENCODING, _one(dram.encoding_s)
+    yield metrics.DRAM_ENCODED, _one(dram.keeper.encoded_bytes)
+    yield metrics.DRAM_ENCODING, _one(dram.keeper.encoding_s)
 
 
 def store_readings(store: EmbeddedStore) -> Iterator[Reading]:

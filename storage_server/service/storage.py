@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -19,8 +20,9 @@ from objectcache.adapters.metrics import text_of
 from storage_server.agents.request_id_log import RequestIdLog
 from storage_server.agents.requests import REMEMBER_S, RequestTable
 from storage_server.agents.rules.agents import AgentTable
-from storage_server.cache.adaptive_dram import AdaptiveTier
 from storage_server.cache.dram import DramTier
+from storage_server.cache.encoding_keeper import EncodingKeeper
+from storage_server.cache.exact_keeper import ExactKeeper
 from storage_server.cache.policies.threshold import told
 from storage_server.delivery.downlinks import DownlinkKeepers, Downlinks
 from storage_server.delivery.gather.staging import StagingPool
@@ -261,10 +263,13 @@ class EmbeddedStorage:
 
 
 def _tier_of(settings: StorageSettings, source: ChunkSource, make_area: Callable[[int], Area]) -> DramTier:
+    """Where chunks are encoded no landings are taken: a chunk may come in another form than it is read in."""
     if settings.compression is not None:
-        return AdaptiveTier(settings.dram_bytes, source, settings.compression, make_area, settings.eviction)
+        keep = partial(EncodingKeeper, settings=settings.compression, eviction=settings.eviction)
+        return DramTier(settings.dram_bytes, source, keep, make_area)
     takes_landings = settings.cold_reads is ColdReads.DIRECT
-    return DramTier(settings.dram_bytes, source, make_area, settings.eviction, takes_landings=takes_landings)
+    exact = partial(ExactKeeper, eviction=settings.eviction)
+    return DramTier(settings.dram_bytes, source, exact, make_area, takes_landings=takes_landings)
 
 
 def _home_before(

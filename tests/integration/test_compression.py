@@ -23,7 +23,8 @@ from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from objectcache.kv_codecs.loss import loss
-from storage_server.cache.adaptive_dram import AdaptiveTier
+from storage_server.cache.dram import DramTier
+from storage_server.cache.encoding_keeper import EncodingKeeper
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from tests.support.requests import OTHER, OWNER, request
 from tests.support.servers import LocalStack, ucx_of
@@ -128,9 +129,9 @@ def test_the_class_of_the_content_comes_with_the_put_and_decides_with(tmp_path: 
                 assert forms is None or forms.is_exact
 
 
-def tier(local: LocalStack) -> AdaptiveTier:
+def tier(local: LocalStack) -> DramTier:
     found = local.storage.dram
-    assert isinstance(found, AdaptiveTier)
+    assert isinstance(found.keeper, EncodingKeeper)
     return found
 
 
@@ -349,7 +350,7 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
                 assert is_further or np.array_equal(chunk, back[codec][at])
     assert len(seen) == 3
     dram = tier(local)
-    assert eventually(lambda: dram.decided_bytes == dram.residency.used_bytes <= dram.nbytes)
+    assert eventually(lambda: dram.keeper.decided_bytes == dram.residency.used_bytes <= dram.nbytes)
 
 
 def test_readers_with_and_without_accept_in_turn_change_no_form(
@@ -367,13 +368,15 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
             return dram.residency.resident_count == COUNT
 
         def state() -> tuple[int, int, dict[str, int]]:
-            return dram.residency.evicted_count, dram.encoded_bytes, dram.residency.form_counts
+            return dram.residency.evicted_count, dram.keeper.encoded_bytes, dram.residency.form_counts
 
         def is_steady() -> bool:
             """The tier carries out behind a turn what it has decided."""
             before = state()
             return (
-                all(turn() for _ in range(3)) and dram.decided_bytes == dram.residency.used_bytes and state() == before
+                all(turn() for _ in range(3))
+                and dram.keeper.decided_bytes == dram.residency.used_bytes
+                and state() == before
             )
 
         assert eventually(is_steady)

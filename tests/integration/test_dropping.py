@@ -16,7 +16,7 @@ from nixl_client.client import Client
 from objectcache.kv_codecs.dropping import chosen_places
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.layer import Codec, LayerShape
-from storage_server.cache.adaptive_dram import AdaptiveTier
+from storage_server.cache.encoding_keeper import EncodingKeeper
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from tests.support.servers import LocalStack, ucx_of
 from tests.support.waiting import eventually
@@ -57,7 +57,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path, chunks: np.ndarray) ->
 
 def warm(local: LocalStack) -> None:
     tier = local.storage.dram
-    assert isinstance(tier, AdaptiveTier)
+    assert isinstance(tier.keeper, EncodingKeeper)
     with local.client("chunks", "http") as client:
         buffer = np.zeros(LAYOUT.delivery_bytes(COUNT), dtype=np.uint8)
 

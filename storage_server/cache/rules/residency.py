@@ -42,7 +42,8 @@ class Residency:
     """Up to `total_bytes` of resident extents."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._total_bytes = total_bytes
+        self.total_bytes = total_bytes
+        """The memory."""
         self._free = FreeSpace(total_bytes)
         self._resident: dict[Key, _Resident] = {}
         self._at: dict[int, Key] = {}
@@ -65,7 +66,7 @@ class Residency:
     @property
     def used_bytes(self) -> int:
         """The memory in bytes that extents lie in, or are being copied into."""
-        return self._total_bytes - self._free.nbytes
+        return self.total_bytes - self._free.nbytes
 
     def pin(self, extents: Sequence[Extent], reading: Reading | None = None) -> list[int | None]:
         """The offset of each extent, None for those not in memory in a form that the reading takes. Resident extents
@@ -189,7 +190,7 @@ class Residency:
         """
         coming: list[tuple[Extent, int]] = []
         refused: list[Key] = []
-        no_span_for = self._total_bytes + 1
+        no_span_for = self.total_bytes + 1
         for key in keys:
             resident = self._resident.get(key)
             if resident is not None:

@@ -7,12 +7,14 @@ import ctypes
 import os
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from storage_server.cache import dram
 from storage_server.cache.dram import DramTier, Lent
+from storage_server.cache.exact_keeper import ExactKeeper
 from storage_server.cache.policies.choice import Eviction
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent
 from storage_server.planning.rows import Row
@@ -82,7 +84,7 @@ def source() -> Source:
 
 @pytest.fixture
 async def tier(source: Source) -> AsyncIterator[DramTier]:
-    tier = DramTier(4 * UNIT, source, eviction=Eviction.LRU)  # type: ignore[arg-type]
+    tier = DramTier(4 * UNIT, source, partial(ExactKeeper, eviction=Eviction.LRU))  # type: ignore[arg-type]
     yield tier
     await tier.close()
     assert source.kept_count == 0
@@ -213,7 +215,7 @@ async def test_without_memory_nothing_is_lent(source: Source) -> None:
 
 @pytest.fixture
 async def landing_tier(source: Source) -> AsyncIterator[DramTier]:
-    tier = DramTier(4 * UNIT, source, eviction=Eviction.LRU, takes_landings=True)  # type: ignore[arg-type]
+    tier = DramTier(4 * UNIT, source, partial(ExactKeeper, eviction=Eviction.LRU), takes_landings=True)  # type: ignore[arg-type]
     yield tier
     await tier.close()
     assert source.kept_count == 0
