@@ -245,8 +245,6 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("histories", "compression-quality", "histories"),
             ("real", "compression-real", "real"),
             ("chains", "compression-real", "chains"),
-            ("live", "compression-live", "live"),
-            ("live-targets", "compression-live", "targets"),
         )
     },
     **{
