@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +30,7 @@ from nixl_client.connectors.llama_cpp.rules.slot_file import (
     parse,
 )
 from nixl_client.connectors.llama_cpp.rules.slot_ledger import NO_TOKENS, ChosenSlot, SlotLedger
+from nixl_client.connectors.llama_cpp.slot_folder import SlotFile, SlotFolder
 from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
 from nixl_client.transports.http import UnansweredError
 from objectcache.adapters.breaker import Breaker
@@ -40,7 +41,6 @@ SAVES_MAX = 4
 """So many files of slots wait to be stored, at most; further ones are not written."""
 FREED_S = 10.0
 """Clients that read slowly hold slots: a request that sees none freed for so long leaves the choice to the server."""
-FILE = "objectcache-{}.slot"
 LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
 _T = TypeVar("_T")
@@ -90,7 +90,7 @@ class SlotCache:
     def __init__(self, server: LlamaServer, client: Client, folder: Path) -> None:
         self._server = server
         self._store = SlotStore(client, STAGING_BYTES)
-        self._folder = folder
+        self._folder = SlotFolder(folder)
         self._lookers = ThreadPoolExecutor(LOOKUPS_MAX, "objectcache-slot-lookup")
         self._loaders = ThreadPoolExecutor(LOADS_MAX, "objectcache-slot-load")
         self._saving = ThreadPoolExecutor(1, "objectcache-slot-save")
@@ -108,8 +108,7 @@ class SlotCache:
         """A store that does not answer is left alone for a while, and so is a server that cannot be learned."""
         self._learning_breaker = Breaker(1, 1.0, 60.0)
         self._told: set[str] = set()
-        for path in folder.glob(FILE.format("*")):  # a process that was killed left them
-            path.unlink(missing_ok=True)
+        self._folder.clean()
 
     async def close(self) -> None:
         """Return when what waits to be stored is."""
@@ -177,7 +176,7 @@ class SlotCache:
 
     async def _load(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
         """Restore the slot from the store where that has more of the prompt than the slot. A failure is a miss."""
-        path = self._folder / FILE.format(uuid.uuid4().hex)
+        name = self._folder.new_name()
         began_s = time.monotonic()
         try:
             if self._is_resting():
@@ -191,18 +190,18 @@ class SlotCache:
             def load() -> int:
                 if self._is_resting():  # the loads ahead of this one have failed
                     return 0
-                return self._store.load(keys, turn.server.form, tokens, path)
+                return self._store.load(keys, turn.server.form, tokens, self._folder, name)
 
             turn.stored = came = await asyncio.get_running_loop().run_in_executor(self._loaders, load)
             if came * RUN_TOKENS > turn.slot.held_tokens:
-                await self._restore(turn, path.name, headers)
+                await self._restore(turn, name, headers)
                 turn.loaded_tokens = came * RUN_TOKENS
                 took_s = time.monotonic() - began_s
                 _log.info("slot %d: %d tokens loaded in %.3f s", turn.index, turn.loaded_tokens, took_s)
         except FAILURES as error:
             self.failed("load", error)
         finally:
-            path.unlink(missing_ok=True)
+            self._folder.remove(name)
 
     async def _restore(self, turn: SlotTurn, name: str, headers: Mapping[str, str]) -> None:
         try:
@@ -213,10 +212,10 @@ class SlotCache:
             raise
 
     async def _save(self, turn: SlotTurn, headers: Mapping[str, str]) -> None:
-        path = self._folder / FILE.format(uuid.uuid4().hex)
+        file = self._folder.new_name()
         try:
             try:
-                nbytes = await self._server.save_slot(turn.index, path.name, headers)
+                nbytes = await self._server.save_slot(turn.index, file, headers)
             finally:
                 self._ended(turn, turn.tokens)
             facts = await self._server.facts(headers)
@@ -225,7 +224,7 @@ class SlotCache:
                     self.adapters_change()
                 _log.info("slot %d is not stored: the server or its adapters have changed", turn.index)
                 return
-            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, path, nbytes)
+            stored = await asyncio.get_running_loop().run_in_executor(self._saving, self._put, turn, file, nbytes)
             self._uncached_breaker.succeeded()
             _log.info("slot %d: %d tokens stored", turn.index, stored * RUN_TOKENS)
         except OtherSlotError as error:  # another request was in the slot meanwhile
@@ -235,15 +234,22 @@ class SlotCache:
         except FAILURES as error:
             self.failed("save", error)
         finally:
-            path.unlink(missing_ok=True)
+            self._folder.remove(file)
 
     def _cannot_cache(self, facts: LlamaFacts, error: SlotFileError) -> None:
         self._known, self._uncached = None, facts
         self._uncached_breaker.failed(time.monotonic())
         self._say(f"{Path(facts.model_path).name} runs without a cache: {error}")
 
-    def _put(self, turn: SlotTurn, path: Path, nbytes: int) -> int:
-        slot, data = _parsed(path, nbytes)
+    def _form_of(self, name: str, nbytes: int) -> SlotForm:
+        with self._written(name, nbytes) as file:
+            return parse(file).form
+
+    def _put(self, turn: SlotTurn, name: str, nbytes: int) -> int:
+        with self._written(name, nbytes) as file:
+            return self._put_runs(turn, parse(file), file)
+
+    def _put_runs(self, turn: SlotTurn, slot: ParsedSlot, file: SlotFile) -> int:
         if slot.form.digest != turn.server.form.digest:
             self._known = None
             raise LlamaServerError("the server has been started with caches of another type")
@@ -252,7 +258,17 @@ class SlotCache:
                 "slot %d holds another prompt now: %d of %d tokens", turn.index, len(slot.tokens), len(turn.tokens)
             )
             return 0  # another request was in the slot meanwhile, or the server has shifted the context
-        return self._store.save(turn.keys, slot, data, turn.server.namespace.metadata(RUN_TOKENS))
+        return self._store.save(turn.keys, slot, file, turn.server.namespace.metadata(RUN_TOKENS))
+
+    @contextmanager
+    def _written(self, name: str, nbytes: int) -> Iterator[SlotFile]:
+        """A file that the server says has so many bytes. Raises LlamaServerError, OSError."""
+        with self._folder.read(name) as file:
+            if not 0 < len(file) == nbytes:
+                raise LlamaServerError(
+                    f"llama-server wrote {len(file)} of a slot's {nbytes} bytes: is {self._folder} full?"
+                )
+            yield file
 
     async def _learned(self, headers: Mapping[str, str]) -> KnownServer:
         """The server as it is now, looked at anew where it is another one."""
@@ -294,11 +310,11 @@ class SlotCache:
     async def _learn(self, facts: LlamaFacts, adapter_changes: int, headers: Mapping[str, str]) -> KnownServer:
         weights = await self._in_thread(lambda: self._files.model(facts))
         lora = await self._in_thread(lambda: self._files.adapters(facts))
-        path = self._folder / FILE.format(uuid.uuid4().hex)
+        file = self._folder.new_name()
         try:
             await self._server.probe(headers)
-            nbytes = await self._server.save_slot(0, path.name, headers)
-            form = (await self._in_thread(lambda: _parsed(path, nbytes)))[0].form
+            nbytes = await self._server.save_slot(0, file, headers)
+            form = await self._in_thread(lambda: self._form_of(file, nbytes))
         except OtherSlotError as error:
             raise LlamaServerError(f"slot 0 is in other use: {error}") from None
         except SlotFileError as error:
@@ -309,7 +325,7 @@ class SlotCache:
                 f"llama-server wrote no file into {self._folder}: is it its --slot-save-path?"
             ) from None
         finally:
-            path.unlink(missing_ok=True)
+            self._folder.remove(file)
         name = Path(facts.model_path).stem
         namespace = Namespace(weights, form.digest, RUN_TOKENS, LLAMA_CPP_LAYOUT, lora=lora, name=name)
         _log.info("%s: %d slots, %d bytes of KV for each token", name, facts.slot_count, form.token_bytes)
@@ -333,12 +349,3 @@ class SlotCache:
         if text not in self._told and len(self._told) < 64:
             self._told.add(text)
             _log.warning("%s", text)
-
-
-def _parsed(path: Path, nbytes: int) -> tuple[ParsedSlot, np.memmap]:
-    """Read a file that the server says has so many bytes. Raises SlotFileError, LlamaServerError, OSError."""
-    found = path.stat().st_size
-    if not 0 < found == nbytes:
-        raise LlamaServerError(f"llama-server wrote {found} of a slot's {nbytes} bytes: is {path.parent} full?")
-    data = np.memmap(path, np.uint8, "r")
-    return parse(data), data

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +11,17 @@ import numpy as np
 from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
 from descriptors.layout import ChunkLayout
 from nixl_client.client import Client
-from nixl_client.connectors.llama_cpp.rules.slot_file import Bytes, ParsedSlot, SlotForm, SlotPlan, Tokens, cut, fill
+from nixl_client.connectors.llama_cpp.rules.slot_file import (
+    Bytes,
+    ParsedSlot,
+    SlotBytes,
+    SlotForm,
+    SlotPlan,
+    Tokens,
+    cut,
+    fill,
+)
+from nixl_client.connectors.llama_cpp.slot_folder import SlotFolder
 from nixl_client.connectors.load_staging import LoadStaging
 
 RUN_TOKENS = 128
@@ -42,28 +50,28 @@ class SlotStore:
         """How many runs are stored, from the first. Raises ObjectCacheError, OSError."""
         return self._client.lookup(keys[:CHUNK_COUNT_MAX], LEASE_S, timeout_s=LOOKUP_S) if keys else 0
 
-    def load(self, keys: Sequence[str], form: SlotForm, tokens: Tokens, path: Path) -> int:
+    def load(self, keys: Sequence[str], form: SlotForm, tokens: Tokens, folder: SlotFolder, name: str) -> int:
         """Write the file of a slot with the KV of these runs, whose tokens are `tokens`. Returns how many came, whose
         file it is where these are fewer. Raises ObjectCacheError, OSError, TimeoutError.
         """
         deadline_s = time.monotonic() + LOAD_S
         plan = form.plan(tokens)
-        with path.open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, plan.nbytes)  # a full folder would end the process otherwise
-        data = np.memmap(path, np.uint8, "r+")
         came = 0
-        for batch in self._batches(keys, form):
-            count = self._load_batch(batch, form, plan, data, came, deadline_s)
-            came += count
-            if count < len(batch):
-                break
-        if came < len(keys):  # some have left since the lookup
-            return self.load(keys[:came], form, tokens[: came * RUN_TOKENS], path) if came else 0
-        for at, text in plan.literals:
-            data[at : at + len(text)] = np.frombuffer(text, np.uint8)
-        return came
+        with folder.made(name) as file:
+            file.reserve(plan.nbytes)
+            for batch in self._batches(keys, form):
+                count = self._load_batch(batch, form, plan, file, came, deadline_s)
+                came += count
+                if count < len(batch):
+                    break
+            if came == len(keys):
+                for at, text in plan.literals:
+                    file[at : at + len(text)] = np.frombuffer(text, np.uint8)
+                return came
+        folder.remove(name)  # some have left since the lookup
+        return self.load(keys[:came], form, tokens[: came * RUN_TOKENS], folder, name) if came else 0
 
-    def save(self, keys: Sequence[str], slot: ParsedSlot, data: Bytes, model: dict[str, str]) -> int:
+    def save(self, keys: Sequence[str], slot: ParsedSlot, data: SlotBytes, model: dict[str, str]) -> int:
         """Store the runs of a slot's file that are missing; how many. Raises ObjectCacheError, OSError."""
         stored = 0
         present: list[bool] = []
@@ -71,13 +79,15 @@ class SlotStore:
             present += self._client.present(keys[first : first + CHUNK_COUNT_MAX], LEASE_S, timeout_s=LOOKUP_S)
         missing = [index for index, is_there in enumerate(present) if not is_there]
         for batch in self._batches(missing, slot.form):
-            runs = [cut(data, slot, index * RUN_TOKENS, (index + 1) * RUN_TOKENS) for index in batch]
+            runs: list[Bytes] = []
+            for first, count in _together(batch):
+                runs += cut(data, slot, first * RUN_TOKENS, RUN_TOKENS, count)
             self._client.put_chunks([keys[index] for index in batch], runs, metadata=model, timeout_s=STORE_S)
             stored += len(batch)
         return stored
 
     def _load_batch(
-        self, keys: Sequence[str], form: SlotForm, plan: SlotPlan, data: Bytes, first: int, deadline_s: float
+        self, keys: Sequence[str], form: SlotForm, plan: SlotPlan, data: SlotBytes, first: int, deadline_s: float
     ) -> int:
         run_bytes = form.token_bytes * RUN_TOKENS
         layout = ChunkLayout(1, RUN_TOKENS, run_bytes)
@@ -91,9 +101,9 @@ class SlotStore:
             raise
         try:
             count = fetch.wait(max(0.0, deadline_s - time.monotonic())).chunk_count
-            for index in range(count):
-                run = buffer[index * run_bytes : (index + 1) * run_bytes]
-                fill(data, form, plan, (first + index) * RUN_TOKENS, run)
+            runs = [buffer[index * run_bytes : (index + 1) * run_bytes] for index in range(count)]
+            if runs:
+                fill(data, form, plan, first * RUN_TOKENS, runs)
         finally:
             self._staging.end(buffer, fetch)
         return count
@@ -101,3 +111,15 @@ class SlotStore:
     def _batches(self, items: Sequence[_T], form: SlotForm) -> list[Sequence[_T]]:
         each = max(1, min(CHUNK_COUNT_MAX, self._staging_bytes // (form.token_bytes * RUN_TOKENS)))
         return [items[first : first + each] for first in range(0, len(items), each)]
+
+
+def _together(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the count of indices that follow each other. They are in order."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        first, count = found[-1] if found else (index, 0)
+        if first + count == index and found:
+            found[-1] = first, count + 1
+        else:
+            found.append((index, 1))
+    return found

@@ -21,6 +21,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,22 @@ HOLDS_MORE = "its slots are more than the keys and values of all tokens, as with
 Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.uint32]
 _WORD = np.dtype("<u4")
+
+
+class SlotBytes(Protocol):
+    """The bytes of a file, which is read and written piece by piece: somebody else may make it shorter at any time."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, place: slice) -> Bytes:
+        """Those of a place."""
+        ...
+
+    def __setitem__(self, place: slice, data: Bytes) -> None:
+        """Write those of a place."""
+        ...
 
 
 class SlotFileError(ValueError):
@@ -144,7 +161,7 @@ class ParsedSlot:
     orders: tuple[npt.NDArray[np.int64] | None, ...]
 
 
-def parse(data: Bytes) -> ParsedSlot:
+def parse(data: SlotBytes) -> ParsedSlot:
     """Read a file. Raises SlotFileError."""
     reader = _Reader(data, 0)
     magic, version, count = reader.words(3)
@@ -182,35 +199,64 @@ def parse(data: Bytes) -> ParsedSlot:
     )
 
 
-def cut(data: Bytes, slot: ParsedSlot, first: int, end: int) -> Bytes:
-    """The KV of tokens [first, end) of a file that was parsed."""
-    run = np.empty((end - first) * slot.form.token_bytes, np.uint8)
+def cut(data: SlotBytes, slot: ParsedSlot, first: int, run_tokens: int, run_count: int = 1) -> list[Bytes]:
+    """The KV of runs of a file that was parsed, one behind the other, the first of which begins with token `first`."""
+    runs = [np.empty(run_tokens * slot.form.token_bytes, np.uint8) for _ in range(run_count)]
+    end = first + run_tokens * run_count
     at = index = 0
     for section, cell_count, order in zip(slot.form.sections, slot.cell_counts, slot.orders, strict=True):
         for part in section.parts:
-            cells = _cells(data, slot.starts[index], part, cell_count)
-            place = run[at : at + (end - first) * part.token_bytes].reshape(
-                part.row_count, end - first, part.cell_bytes
-            )
-            place[...] = cells[:, first:end] if order is None else cells[:, order[first:end]]
-            at += place.size
+            cells = _read_cells(data, slot.starts[index], part, cell_count, _spans(order, first, end))
+            for count, run in enumerate(runs):
+                place = _shaped(run[at : at + run_tokens * part.token_bytes], part)
+                place[...] = cells[:, count * run_tokens : (count + 1) * run_tokens]
+            at += run_tokens * part.token_bytes
             index += 1
-    return run
+    return runs
 
 
-def fill(data: Bytes, form: SlotForm, plan: SlotPlan, first: int, run: Bytes) -> None:
-    """Write the KV of a run that begins with token `first` into a file of this plan."""
-    count = len(run) // form.token_bytes
+def fill(data: SlotBytes, form: SlotForm, plan: SlotPlan, first: int, runs: Sequence[Bytes]) -> None:
+    """Write the KV of runs, the first of which begins with token `first`, into a file of this plan."""
     at = 0
     for part, start in zip(form.parts, plan.starts, strict=True):
-        place = run[at : at + count * part.token_bytes].reshape(part.row_count, count, part.cell_bytes)
-        _cells(data, start, part, plan.token_count)[:, first : first + count] = place
-        at += place.size
+        counts = [len(run) // form.token_bytes for run in runs]
+        places = [
+            _shaped(run[at * count : (at + part.token_bytes) * count], part)
+            for run, count in zip(runs, counts, strict=True)
+        ]
+        cells = np.concatenate(places, axis=1)
+        for row in range(part.row_count):
+            begin = start + (row * plan.token_count + first) * part.cell_bytes
+            data[begin : begin + sum(counts) * part.cell_bytes] = cells[row].reshape(-1)
+        at += part.token_bytes
 
 
-def _cells(data: Bytes, start: int, part: SlotPart, cell_count: int) -> Bytes:
-    shape = (part.row_count, cell_count, part.cell_bytes)
-    return data[start : start + cell_count * part.token_bytes].reshape(shape)
+def _read_cells(
+    data: SlotBytes, start: int, part: SlotPart, cell_count: int, spans: Sequence[tuple[int, int]]
+) -> Bytes:
+    """The bytes of these spans of cells of a part: (rows, cells, bytes)."""
+    found = np.empty((part.row_count, sum(count for _, count in spans), part.cell_bytes), np.uint8)
+    at = 0
+    for cell, count in spans:
+        for row in range(part.row_count):
+            begin = start + (row * cell_count + cell) * part.cell_bytes
+            found[row, at : at + count] = data[begin : begin + count * part.cell_bytes].reshape(count, part.cell_bytes)
+        at += count
+    return found
+
+
+def _spans(order: npt.NDArray[np.int64] | None, first: int, end: int) -> list[tuple[int, int]]:
+    """The first cell and the count of cells that lie together, of those that have the positions [first, end)."""
+    if order is None:
+        return [(first, end - first)]
+    cells = order[first:end]
+    breaks = np.flatnonzero(np.diff(cells) != 1) + 1
+    return [(int(some[0]), len(some)) for some in np.split(cells, breaks)]
+
+
+def _shaped(kv: Bytes, part: SlotPart) -> Bytes:
+    """The KV of some tokens in one part: (rows, tokens, bytes)."""
+    return kv.reshape(part.row_count, len(kv) // part.token_bytes, part.cell_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,23 +273,27 @@ class _FoundSection:
 class _Reader:
     """Reads numbers from `at` on. Raises SlotFileError past the end."""
 
-    def __init__(self, data: Bytes, at: int) -> None:
+    def __init__(self, data: SlotBytes, at: int) -> None:
         self._data = data
         self.at = at
 
     def take(self, nbytes: int) -> Bytes:
         """The next bytes."""
+        self.skip(nbytes)
+        return self._data[self.at - nbytes : self.at]
+
+    def skip(self, nbytes: int) -> None:
+        """Pass the next bytes over, unread."""
         if nbytes > len(self._data) - self.at:
             raise SlotFileError(HOLDS_MORE)
         self.at += nbytes
-        return self._data[self.at - nbytes : self.at]
 
     def words(self, count: int) -> Tokens:
         """The next numbers of 32 bits."""
         return self.take(4 * count).view(_WORD)
 
 
-def _sections(data: Bytes, at: int, sections_max: int) -> list[_FoundSection]:
+def _sections(data: SlotBytes, at: int, sections_max: int) -> list[_FoundSection]:
     """The sections from `at` to the end of the file. Models with latents as keys have no values, which nothing in the
     file tells: a reading is right when it ends where the file does.
     """
@@ -306,4 +356,4 @@ def _parts(reader: _Reader, cell_count: int, transposed: Sequence[bool]) -> Iter
             raise SlotFileError("a row of no length, or of more than any model has")
         part = SlotPart(header, row_count, cell_bytes)
         yield part, reader.at
-        reader.take(cell_count * part.token_bytes)
+        reader.skip(cell_count * part.token_bytes)
