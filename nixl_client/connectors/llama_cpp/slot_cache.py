@@ -34,6 +34,8 @@ from nixl_client.connectors.llama_cpp.slot_folder import SlotFile, SlotFolder
 from nixl_client.connectors.llama_cpp.slot_store import LOADS_MAX, RUN_TOKENS, SlotStore
 from nixl_client.transports.http import UnansweredError
 from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.caller import CALLER
+from objectcache.adapters.loop_share import LoopShare
 
 STAGING_BYTES = 64 << 20
 LOOKUPS_MAX = 4
@@ -43,6 +45,9 @@ FREED_S = 10.0
 """Clients that read slowly hold slots: a request that sees none freed for so long leaves the choice to the server."""
 LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
+LOOK_S = 3.0
+"""Requests wait so long for the look at a server that is new. While it goes on they run without a cache."""
+GOES_ON = "a request goes on without a cache"
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -87,7 +92,8 @@ class SlotCache:
     request goes on without a cache.
     """
 
-    def __init__(self, server: LlamaServer, client: Client, folder: Path) -> None:
+    def __init__(self, server: LlamaServer, client: Client, folder: Path, share: LoopShare | None = None) -> None:
+        self._share = share or LoopShare()
         self._server = server
         self._store = SlotStore(client, STAGING_BYTES)
         self._folder = SlotFolder(folder)
@@ -100,7 +106,8 @@ class SlotCache:
         self._uncached: LlamaFacts | None = None
         """A server whose slots cannot be cut by tokens: it answers without a cache, and is looked at anew rarely."""
         self._uncached_breaker = Breaker(1, 60.0, 3600.0)
-        self._learning = asyncio.Lock()
+        self._look: asyncio.Future[KnownServer] | None = None
+        self._look_began_s = 0.0
         self._freed = asyncio.Event()
         self._saves: set[asyncio.Task[None]] = set()
         self._files = ModelFiles()
@@ -112,6 +119,9 @@ class SlotCache:
 
     async def close(self) -> None:
         """Return when what waits to be stored is."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
         await asyncio.gather(*self._saves, return_exceptions=True)
         for pool in (self._lookers, self._loaders, self._saving):
             pool.shutdown()
@@ -134,7 +144,8 @@ class SlotCache:
         server = await self._learned(headers)
         tokens = await self._server.tokens(asked, body, headers)
         fitting = tokens[: min(len(tokens), server.facts.slot_tokens) - 1]  # at least one token is computed
-        keys = chunk_keys(server.namespace, fitting, RUN_TOKENS)
+        async with self._share.turn(CALLER.get()):
+            keys = chunk_keys(server.namespace, fitting, RUN_TOKENS)
         slot = await self._free_slot(server.ledger, tokens)
         turn = SlotTurn(server, slot, tokens, keys, stored=0)
         loading = asyncio.ensure_future(self._load(turn, headers))
@@ -271,27 +282,42 @@ class SlotCache:
             yield file
 
     async def _learned(self, headers: Mapping[str, str]) -> KnownServer:
-        """The server as it is now, looked at anew where it is another one."""
+        """The server as it is now, looked at anew where it is another one. Raises FAILURES; UncachedServerError
+        where that takes long."""
         changes = self._adapter_changes
         facts = await self._server.facts(headers)
         if self._known is not None and self._is_known(self._known, facts):
             return self._known
-        async with self._learning:
-            if self._known is None or not self._is_known(self._known, facts):
-                self._refuse_changed_adapters(facts)
-                now_s = time.monotonic()
-                is_uncached = facts == self._uncached and self._uncached_breaker.is_open(now_s)
-                if is_uncached or self._learning_breaker.is_open(now_s):
-                    raise UncachedServerError
-                self._known = None
-                try:
-                    self._known = await self._learn(facts, changes, headers)
-                except FAILURES:
-                    self._learning_breaker.failed(time.monotonic())
-                    raise
-                self._learning_breaker.succeeded()
-                self._learned_first = self._known
-            return self._known
+        self._refuse_changed_adapters(facts)
+        now_s = time.monotonic()
+        if self._look is None or self._look.done():
+            is_uncached = facts == self._uncached and self._uncached_breaker.is_open(now_s)
+            if is_uncached or self._learning_breaker.is_open(now_s):
+                raise UncachedServerError
+            self._look, self._look_began_s = asyncio.ensure_future(self._looked(facts, changes, headers)), now_s
+            self._look.add_done_callback(self._look_is_over)
+        if not (await asyncio.wait((self._look,), timeout=max(0.0, self._look_began_s + LOOK_S - now_s)))[0]:
+            raise UncachedServerError
+        known = self._look.result()
+        if not self._is_known(known, facts):
+            raise UncachedServerError
+        return known
+
+    async def _looked(self, facts: LlamaFacts, changes: int, headers: Mapping[str, str]) -> KnownServer:
+        """Look at the server. It waits for slot 0, which a client may have for as long as it likes."""
+        self._known = None
+        try:
+            known = await self._learn(facts, changes, headers)
+        except FAILURES:
+            self._learning_breaker.failed(time.monotonic())
+            raise
+        self._learning_breaker.succeeded()
+        self._known = self._learned_first = known
+        return known
+
+    def _look_is_over(self, look: asyncio.Future[KnownServer]) -> None:
+        if not look.cancelled() and isinstance(error := look.exception(), Exception):
+            self.failed(GOES_ON, error)  # no request may wait for it any more
 
     def _refuse_changed_adapters(self, facts: LlamaFacts) -> None:
         """The server goes on with KV of other scales, from its slots and its own cache in memory, so that nobody can

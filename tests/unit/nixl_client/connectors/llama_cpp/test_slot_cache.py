@@ -13,7 +13,7 @@ import pytest
 
 from nixl_client.connectors.llama_cpp import slot_cache
 from nixl_client.connectors.llama_cpp.llama_server import LlamaServerError
-from nixl_client.connectors.llama_cpp.slot_cache import SlotCache, SlotTurn
+from nixl_client.connectors.llama_cpp.slot_cache import SlotCache, SlotTurn, UncachedServerError
 from nixl_client.connectors.llama_cpp.slot_store import RUN_TOKENS
 from tests.support.waiting import settled
 from tests.unit.nixl_client.connectors.llama_cpp.played import PlayedClient, PlayedServer, prompt, slot_bytes
@@ -183,3 +183,26 @@ async def test_a_request_that_sees_no_slot_freed_goes_on_without_one(bed: Bed, m
     await settled()
     bed.cache.end(turns[0], {})
     assert (await waiting).index == turns[0].index
+
+
+async def test_requests_run_without_a_cache_while_a_look_at_the_server_takes_long(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look waits for slot 0, which one client may have for as long as it likes."""
+    monkeypatch.setattr(slot_cache, "LOOK_S", 0.0)
+    is_free = asyncio.Event()
+    probe = bed.server.probe
+
+    async def waits(headers: Any) -> None:
+        await is_free.wait()
+        await probe(headers)
+
+    monkeypatch.setattr(bed.server, "probe", waits)
+    for _ in range(3):
+        with pytest.raises(UncachedServerError):
+            await bed.cache.begin(THREE_RUNS, b"", {})
+    is_free.set()
+    assert bed.cache._look is not None
+    await bed.cache._look
+    await bed.ran()
+    assert (len(bed.client.chunks), bed.server.probes) == (3, 1)
