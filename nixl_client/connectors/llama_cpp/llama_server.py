@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
+from yarl import URL
 
 from nixl_client.connectors.llama_cpp.rules.prompts import AskedPrompt, tokens_in
 from nixl_client.connectors.llama_cpp.rules.slot_file import Tokens
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.careful_session import careful_session
+from objectcache.adapters.loop_share import LoopShare
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 ANSWER_BYTES_MAX = 3 << 20
@@ -44,8 +48,10 @@ class LlamaFacts:
 class LlamaServer:
     """One server, at `url`. Every call raises LlamaServerError, aiohttp.ClientError or OSError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, share: LoopShare | None = None) -> None:
+        """Answers are read in turns of `share`: the tokens of a long prompt are megabytes."""
         self._url = url.rstrip("/")
+        self._share = share or LoopShare()
         # llama-server ends connections after streams without saying so: none is used twice
         self._session = careful_session(aiohttp.TCPConnector(limit=0, force_close=True), timeout=_UNBOUNDED)
 
@@ -66,7 +72,7 @@ class LlamaServer:
                 start=str(properties.get("media_marker", "")),
                 adapters=tuple((str(each["path"]), float(each["scale"])) for each in adapters),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise LlamaServerError(f"/props and /lora-adapters make no sense: {error!r}") from None
         if not 1 <= facts.slot_count <= SLOTS_MAX or facts.slot_tokens < 1:
             raise LlamaServerError(f"/props tells of {facts.slot_count} slots of {facts.slot_tokens} tokens")
@@ -86,7 +92,8 @@ class LlamaServer:
             raise LlamaServerError("/apply-template answers no prompt")
         wanted = {"content": text, "add_special": True, "parse_special": True}
         answer = await self._called("POST", "/tokenize", headers, json.dumps(wanted).encode())
-        found = tokens_in(answer.get("tokens") if isinstance(answer, dict) else None)
+        async with self._share.turn(CALLER.get()):
+            found = tokens_in(answer.get("tokens") if isinstance(answer, dict) else None)
         if found is None:
             raise LlamaServerError("/tokenize answers no tokens")
         return found
@@ -111,10 +118,11 @@ class LlamaServer:
         await self._called("POST", f"/slots/{index}?action=restore", headers, body, SLOT_S)
 
     def passed_on(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Any:
-        """The answer to a client's request, as an asynchronous context."""
-        return self._session.request(
-            method, self._url + path, headers=headers, data=body or None, allow_redirects=False
-        )
+        """The answer to a client's request, as an asynchronous context. The path, which begins with "/", goes on as it
+        came: what the proxy says of a path must hold for the one that the server sees.
+        """
+        url = URL(self._url + path, encoded=True)
+        return self._session.request(method, url, headers=headers, data=body or None, allow_redirects=False)
 
     async def _called(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None, total_s: float = CALL_S
@@ -136,6 +144,7 @@ class LlamaServer:
         if answer.status != 200:
             raise LlamaServerError(f"{method} {path}: {answer.status} {text[:300].decode(errors='replace')}")
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            async with self._share.turn(CALLER.get()):
+                return msgspec.json.decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             raise LlamaServerError(f"{method} {path}: the answer is no JSON") from None

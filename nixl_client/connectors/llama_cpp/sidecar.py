@@ -17,12 +17,22 @@ from descriptors.headers import LOADED_HEADER
 from descriptors.storage_api import Patience
 from nixl_client.client import Client
 from nixl_client.connectors.llama_cpp.llama_server import LlamaServer
-from nixl_client.connectors.llama_cpp.rules.prompts import PATHS, in_slot, may_change_adapters, prompt_of
-from nixl_client.connectors.llama_cpp.slot_cache import FAILURES, SlotCache, SlotTurn
+from nixl_client.connectors.llama_cpp.rules.prompts import (
+    PATHS,
+    in_slot,
+    may_change_adapters,
+    may_use_slots,
+    prompt_of,
+    without_reuse,
+)
+from nixl_client.connectors.llama_cpp.slot_cache import FAILURES, GOES_ON, SlotCache, SlotTurn
 from nixl_client.connectors.startup import say
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.leave_to_send import give_leave
 from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.loop_share import LoopShare
 from objectcache.adapters.reading_pace import ReadingPace
 from objectcache.adapters.response_sink import abort_connection
 
@@ -54,14 +64,16 @@ class LlamaSidecar:
         self._client = client
         self._listen = listen
         self._bodies = DocumentBudget(BODIES_BYTES_MAX, BODIES_BYTES_MAX // 4)
+        self._share = LoopShare()
+        """Bodies are read in turns: hundreds that end in one pass of the loop would stop it."""
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self.url = ""
 
     async def start(self) -> None:
         """Say whether the store is there, and listen. Raises OSError."""
         await asyncio.to_thread(say, self._client)
-        server = LlamaServer(self._engine)
-        cache = SlotCache(server, self._client, self._folder)
+        server = LlamaServer(self._engine, self._share)
+        cache = SlotCache(server, self._client, self._folder, self._share)
         self._closers += [server.close, cache.close]
         limits = ConnectionLimits(connections_max=CONNECTIONS_MAX)
         runner, self.url = await self._listen(
@@ -76,7 +88,9 @@ class LlamaSidecar:
 
     async def _handle(self, http: web.BaseRequest, server: LlamaServer, cache: SlotCache) -> web.StreamResponse:
         held = [0]
+        CALLER.set(http.remote or "")
         try:
+            await give_leave(http)
             body = await self._body(http, held)
             if isinstance(body, web.Response):
                 return body
@@ -110,7 +124,15 @@ class LlamaSidecar:
     async def _answered(
         self, http: web.BaseRequest, body: bytes, server: LlamaServer, cache: SlotCache
     ) -> web.StreamResponse:
-        asked = prompt_of(http.path, body) if http.method == "POST" else None
+        if not http.rel_url.raw_path.startswith("/"):
+            return _error(400, "the path of a request begins with /")
+        if may_use_slots(http.method, http.path):
+            return _error(403, "slots are saved and restored by this proxy alone")
+        body = without_reuse(body)
+        asked = None
+        if http.method == "POST" and http.path in PATHS:
+            async with self._share.turn(CALLER.get()):
+                asked = prompt_of(http.path, body)
         headers = {name: value for name, value in http.headers.items() if name.lower() not in _HOP}
         key = {name: value for name, value in headers.items() if name.lower() in ("authorization", "x-api-key")}
         turn: SlotTurn | None = None
@@ -118,7 +140,7 @@ class LlamaSidecar:
             try:
                 turn = await cache.begin(asked, body, key)
             except FAILURES as error:
-                cache.failed("a request goes on without a cache", error)
+                cache.failed(GOES_ON, error)
         if turn is None:
             if http.method == "POST" and http.path in PATHS:
                 cache.forget()
@@ -140,7 +162,7 @@ async def _passed_on(
     http: web.BaseRequest, server: LlamaServer, body: bytes, headers: Mapping[str, str], turn: SlotTurn | None
 ) -> web.StreamResponse:
     """The server's answer, piece by piece. With the first one the turn's prompt is computed."""
-    async with server.passed_on(http.method, http.path_qs, headers, body) as answer:
+    async with server.passed_on(http.method, http.rel_url.raw_path_qs, headers, body) as answer:
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
         if turn is not None:
             kept[LOADED_HEADER] = str(turn.loaded_tokens)

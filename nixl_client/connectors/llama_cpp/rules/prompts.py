@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from nixl_client.connectors.llama_cpp.rules.slot_file import TOKENS_MAX, Tokens
@@ -16,6 +15,11 @@ COMPLETIONS = frozenset({"/v1/completions", "/completions", "/completion"})
 PATHS = CHATS | COMPLETIONS
 PARSED_BYTES_MAX = 1 << 20
 """A longer body goes on unread: it would hold the event loop."""
+BRACES_MAX = 1 << 16
+"""Messages with more braces go on unread: each may be an object. Few texts have as many."""
+_Raw = msgspec.Raw
+_NONE = msgspec.Raw(b"")
+_ONE_ANSWER = (b"", b"1", b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +31,77 @@ class AskedPrompt:
     tokens: Tokens | None = None
 
 
+class _Fields(msgspec.Struct):
+    """The fields that decide, as JSON. All others are passed over, and no values are made of them."""
+
+    id_slot: _Raw = _NONE
+    lora: _Raw = _NONE
+    cache_prompt: _Raw = _NONE
+    n: _Raw = _NONE
+    n_cmpl: _Raw = _NONE
+    prompt: _Raw = _NONE
+    messages: _Raw = _NONE
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: _Raw = _NONE
+
+
+class _Part(msgspec.Struct, gc=False):
+    type: str
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
+_MESSAGES, _PARTS = msgspec.json.Decoder(list[_Message]), msgspec.json.Decoder(list[_Part])
+_TEXT, _TOKENS = msgspec.json.Decoder(str), msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]])
+
+
 def prompt_of(path: str, body: bytes) -> AskedPrompt | None:
     """The prompt that one slot will hold. None for other requests, and for those that choose a slot themselves, have
-    adapters of their own, several answers, images or sounds.
+    adapters of their own, several answers, images or sounds. A MiB takes up to 20 ms.
     """
-    if path not in PATHS or len(body) > PARSED_BYTES_MAX:
+    if path not in PATHS or len(body) > PARSED_BYTES_MAX or not body.lstrip().startswith(b"{"):
         return None
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
+        return _asked(path, _FIELDS.decode(body))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if not isinstance(document, dict) or not body.lstrip().startswith(b"{"):
+
+
+def _asked(path: str, fields: _Fields) -> AskedPrompt | None:
+    said = {name: bytes(getattr(fields, name)) for name in fields.__struct_fields__}
+    if said["id_slot"] or said["lora"] or said["cache_prompt"] not in (b"", b"true"):
         return None
-    if {"id_slot", "lora"} & document.keys() or document.get("cache_prompt", True) is not True:
-        return None
-    if document.get("n", 1) not in (1, None) or document.get("n_cmpl", 1) not in (1, None):
+    if said["n"] not in _ONE_ANSWER or said["n_cmpl"] not in _ONE_ANSWER:
         return None
     if path in CHATS:
-        messages = document.get("messages")
-        is_text = isinstance(messages, list) and all(_is_text(message) for message in messages)
+        if said["messages"].count(b"{") > BRACES_MAX:
+            return None
+        is_text = all(map(_is_text, _MESSAGES.decode(said["messages"])))
         return AskedPrompt(has_messages=True) if is_text else None
-    prompt = document.get("prompt")
-    if isinstance(prompt, str):
-        return AskedPrompt(text=prompt)
-    found = tokens_in(prompt)
-    return None if found is None or not len(found) else AskedPrompt(tokens=found)
+    if said["prompt"].startswith(b'"'):
+        return AskedPrompt(text=_TEXT.decode(said["prompt"]))
+    tokens = _TOKENS.decode(said["prompt"])
+    return AskedPrompt(tokens=np.fromiter(tokens, np.uint32, len(tokens))) if 0 < len(tokens) <= TOKENS_MAX else None
+
+
+def may_use_slots(method: str, path: str) -> bool:
+    """Whether a request may write a slot's file, or have a slot hold what a file has. Files of slots tell neither the
+    model nor the adapters that computed them, and each name is one more file in memory.
+    """
+    return method not in ("GET", "HEAD", "OPTIONS") and "slots" in path.split("/")
+
+
+def without_reuse(body: bytes) -> bytes:
+    """The body of a request for which the server shifts no KV (`n_cache_reuse`): KV that was computed behind another
+    text is not the prompt's own, and would be stored as such. Of a field that is there twice the last one counts. A
+    name may be escaped.
+    """
+    text = body.rstrip()
+    if not text.endswith(b"}") or not (b"cache_reuse" in body or b"\\u" in body):
+        return body
+    fields = text[:-1].rstrip()
+    return fields + (b"" if fields.endswith(b"{") else b",") + b'"n_cache_reuse":0}'
 
 
 def may_change_adapters(method: str, path: str, body: bytes) -> bool:
@@ -65,7 +115,7 @@ def tokens_in(value: Any) -> Tokens | None:
         return None
     if value and not 0 <= min(value) <= max(value) < 1 << 31:
         return None
-    return np.array(value, np.uint32)
+    return np.fromiter(value, np.uint32, len(value))
 
 
 def in_slot(body: bytes, index: int) -> bytes:
@@ -74,10 +124,6 @@ def in_slot(body: bytes, index: int) -> bytes:
     return body[:start] + b'"id_slot":%d,' % index + body[start:]
 
 
-def _is_text(message: Any) -> bool:
-    if not isinstance(message, Mapping):
-        return False
-    content = message.get("content")
-    if not isinstance(content, list):
-        return True
-    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+def _is_text(message: _Message) -> bool:
+    content = bytes(message.content)
+    return not content.startswith(b"[") or all(part.type == "text" for part in _PARTS.decode(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,3 +37,19 @@ async def test_slots_that_no_server_has_are_refused(slots: int, tokens: int) -> 
     with pytest.raises(LlamaServerError, match="slots of"):
         await ToldServer(slots, tokens).facts({})
     assert (await ToldServer(SLOTS_MAX).facts({})).slot_count == SLOTS_MAX
+
+
+@pytest.mark.parametrize("slots", [float("inf"), float("nan"), [1], None])
+async def test_a_count_that_is_none_is_an_answer_without_sense(slots: Any) -> None:
+    with pytest.raises(LlamaServerError, match="no sense"):
+        await ToldServer(slots).facts({})
+
+
+@pytest.mark.parametrize("path", ["//y/%2e%2E?a=%31", "/x/../slots/0?action=restore", "/"])
+def test_a_path_goes_on_as_it_was_looked_at(path: str) -> None:
+    """One that is made shorter on its way would be another one than was allowed."""
+    server = ToldServer()
+    server._url = "http://a:1"
+    server._session = Mock()
+    server.passed_on("POST", path, {}, b"")
+    assert str(server._session.request.call_args.args[1]) == f"http://a:1{path}"

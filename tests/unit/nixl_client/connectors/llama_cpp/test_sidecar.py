@@ -100,3 +100,39 @@ async def test_changes_of_adapters_count_when_they_begin_and_when_they_end(
     http = make_mocked_request(method, path)
     await proxy()._answered(http, body, cast(Any, server), cast(Any, cache))
     assert [*seen, len(changes)] == counted
+
+
+class SeenServer:
+    """Notes what comes, and answers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bytes]] = []
+
+    @contextlib.asynccontextmanager
+    async def passed_on(self, _method: str, path: str, _headers: Any, body: bytes) -> AsyncIterator[Any]:
+        self.seen.append((path, body))
+
+        async def come() -> AsyncIterator[bytes]:
+            yield b"{}"
+
+        yield SimpleNamespace(status=200, headers={}, content_length=2, content=SimpleNamespace(iter_any=come))
+
+
+async def answered(server: SeenServer, method: str, path: str, body: bytes) -> int:
+    http = make_mocked_request(method, path)
+    cache = cast(Any, SimpleNamespace(adapters_change=lambda: None, forget=lambda: None))
+    return (await proxy()._answered(http, body, cast(Any, server), cache)).status
+
+
+async def test_no_client_saves_or_restores_a_slot() -> None:
+    """A file of another model's KV would be stored under this one's names, and each name is one more file."""
+    server = SeenServer()
+    for path in ("/slots/0?action=restore", "/slots/1?action=save", "/sl%6Fts/1?action=save"):
+        assert await answered(server, "POST", path, b'{"filename": "a"}') == 403
+    assert server.seen == []
+
+
+async def test_no_request_of_a_client_has_kv_shifted() -> None:
+    server = SeenServer()
+    await answered(server, "POST", "/infill", b'{"n_cache_reuse": 1, "id_slot": 0}')
+    assert server.seen == [("/infill", b'{"n_cache_reuse": 1, "id_slot": 0,"n_cache_reuse":0}')]
