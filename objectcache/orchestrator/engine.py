@@ -8,7 +8,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeGuard
 
 import aiohttp
@@ -16,9 +15,8 @@ import aiohttp
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.caller import CALLER
 from objectcache.adapters.rare_warnings import RareWarnings
-from objectcache.adapters.threads import computed
 from objectcache.orchestrator.engine_blocks import EngineBlocks, Source
-from objectcache.orchestrator.engine_calls import HERE_BYTES_MAX, EngineCalls
+from objectcache.orchestrator.engine_calls import EngineCalls
 from objectcache.orchestrator.engine_watchers import EngineWatchers
 from objectcache.orchestrator.events_feed import FeedLog, FeedTurns
 from objectcache.orchestrator.rules.books import EngineBooks
@@ -81,7 +79,8 @@ class Engine:
         """The engine's description of each of its models, by the model's name."""
         self.unmatched_count = 0
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
-        self._calls = EngineCalls(http, self.url, probe_timeout_s, headers)
+        turns = turns or FeedTurns()
+        self._calls = EngineCalls(http, self.url, probe_timeout_s, headers, turns.sayings)
         self.warnings = RareWarnings(_log)
         self.blocks = EngineBlocks(
             name=self.name, index=index, known=known, log=log, turns=turns, warnings=self.warnings
@@ -192,8 +191,12 @@ class Engine:
             return
         self._sources_s = now_s + SOURCES_EVERY_S
         host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
-        document = await self._calls.json("/kv_event_sources")
-        named, left_out_count = event_sources(document)
+        said = await self._calls.json(
+            "/kv_event_sources", lambda found: None if found is None else event_sources(found)
+        )
+        if said is None:
+            return
+        named, left_out_count = said
         if left_out_count:
             problem = "%s names %d sources of events that cannot be used: an endpoint is tcp://HOST:PORT"
             self.warnings.warn(problem, self.name, left_out_count)
@@ -201,8 +204,7 @@ class Engine:
             (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
             for rank, events, replay, topic in named
         ]
-        if document is not None:
-            self.blocks.found(sources)
+        self.blocks.found(sources)
 
     async def _poll(self) -> None:
         """One probe, and its metrics where it is up."""
@@ -236,13 +238,12 @@ class Engine:
         self._sources_s, self._models_s = 0.0, -MODELS_EVERY_S
 
     async def _read_metrics(self) -> None:
-        said = await self._calls.body("/metrics", METRICS_BYTES_MAX)
-        if said is None:
-            return
         try:
-            report = await computed(partial(read_metrics, said), is_long=len(said) > HERE_BYTES_MAX)
+            report = await self._calls.read("/metrics", METRICS_BYTES_MAX, read_metrics)
         except ValueError as error:
             self.warnings.warn("metrics of %s cannot be read: %.300r", self.name, error)
+            return
+        if report is None:
             return
         if report.started_at != self.report.started_at and self.report.started_at is not None:
             self._process_ended()
@@ -269,17 +270,23 @@ class Engine:
             _log.info("%s gives no first token: %.300r", self.name, error)
 
     async def _read_models(self) -> None:
-        document = await self._calls.json("/v1/models")
-        entries = document.get("data") if isinstance(document, dict) else None
-        if isinstance(entries, list):
-            found, left_out_count = models_of(entries)
-            if left_out_count:
-                problem = "%s names too many models: %d are left out behind the first %d KiB"
-                self.warnings.warn(problem, self.name, left_out_count, MODELS_BYTES_MAX >> 10)
-            if found != self.models:
-                self.models = found
-            self._refused = {model: False for model in self._refused if model in found}
-            self._models_s = time.monotonic()
+        said = await self._calls.json("/v1/models", models_in)
+        if said is None:
+            return
+        found, left_out_count = said
+        if left_out_count:
+            problem = "%s names too many models: %d are left out behind the first %d KiB"
+            self.warnings.warn(problem, self.name, left_out_count, MODELS_BYTES_MAX >> 10)
+        if found != self.models:
+            self.models = found
+        self._refused = {model: False for model in self._refused if model in found}
+        self._models_s = time.monotonic()
+
+
+def models_in(document: object) -> tuple[dict[str, Mapping[str, Any]], int] | None:
+    """The same as `models_of`, of an engine's answer; None where it tells no models."""
+    entries = document.get("data") if isinstance(document, dict) else None
+    return models_of(entries) if isinstance(entries, list) else None
 
 
 def models_of(entries: Sequence[object]) -> tuple[dict[str, Mapping[str, Any]], int]:

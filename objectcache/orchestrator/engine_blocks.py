@@ -10,6 +10,7 @@ from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, FeedTurns
 from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import RANK_MARK
 
 Source = tuple[int, str, str | None, str]
 """A rank's number, and the endpoint, the replay endpoint and the topic of its events."""
@@ -139,4 +140,4 @@ class EngineBlocks:
 
 def index_name(engine: str, rank: int) -> str:
     """The name of a data-parallel rank in the index."""
-    return f"{engine}#{rank}" if rank else engine
+    return f"{engine}{RANK_MARK}{rank}" if rank else engine

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
-from objectcache.adapters.threads import computed
 from objectcache.adapters.whole_answers import read_whole
+from objectcache.orchestrator.sayings import Sayings
 
 FIRST_TOKEN_S = 20.0
 ANSWER_BYTES_MAX = 1 << 18
-HERE_BYTES_MAX = 1 << 14
-"""Longer answers are read in a thread: the event loop goes on meanwhile."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,15 @@ class EngineCalls:
     """Requests of the orchestrator's own to one engine. No answer is believed to be short, quick or right."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, timeout_s: float, headers: Mapping[str, str] | None
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None,
+        sayings: Sayings,
     ) -> None:
-        """`headers` go with every request."""
+        """`headers` go with every request. Answers are read in the turns of `sayings`."""
+        self._sayings = sayings
         self._http = http
         self._url = url
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -53,26 +57,26 @@ class EngineCalls:
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
             return Illness(f"/health: {type(failure).__name__} {failure}")
 
-    async def json(self, path: str) -> Any:
-        """The JSON document at a path; None where there is none, or one that is too long."""
-        said = await self.body(path, ANSWER_BYTES_MAX)
-        if said is None:
-            return None
-        with contextlib.suppress(ValueError, RecursionError):
-            return await computed(partial(json.loads, said), is_long=len(said) > HERE_BYTES_MAX)
-        return None
-
-    async def body(self, path: str, bytes_max: int) -> bytes | None:
-        """The answer to a GET; None where there is none, or one that is too long."""
+    async def read(self, path: str, bytes_max: int, reading: Callable[[bytes], _T]) -> _T | None:
+        """The answer to a GET, as `reading` reads it; None where there is none, or one that is too long. Raises what
+        `reading` raises.
+        """
         try:
             async with self._http.get(
                 f"{self._url}{path}", timeout=self._timeout, headers=self._headers, allow_redirects=False
             ) as answer:
                 if answer.status != 200:
                     return None
-                return await read_whole(answer, bytes_max)
+                said = await read_whole(answer, bytes_max)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
+        return await self._sayings.read(self._url, said, reading)
+
+    async def json(self, path: str, reading: Callable[[Any], _T]) -> _T | None:
+        """The JSON document at a path, as `reading` reads it; None where there is none, or one that is too long."""
+        with contextlib.suppress(ValueError, RecursionError):
+            return await self.read(path, ANSWER_BYTES_MAX, lambda said: reading(json.loads(said)))
+        return None
 
     async def compute_token(self, model: str) -> None:
         """Have one token computed. Raises aiohttp.ClientError, TimeoutError, OSError."""

@@ -14,13 +14,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from enum import Enum
-from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from objectcache.adapters.rare_warnings import RareWarnings
-from objectcache.adapters.threads import computed
 from objectcache.adapters.zmtp import FrameLimits, ZmtpConnection, bound, connected
 from objectcache.orchestrator.rules.block_holders import BlockHolders
 from objectcache.orchestrator.rules.kv_events import (
@@ -38,11 +36,11 @@ from objectcache.orchestrator.rules.kv_events import (
     sliced,
 )
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
-from objectcache.orchestrator.settings import BIND
+from objectcache.orchestrator.sayings import HERE_BYTES_MAX, Sayings
+from objectcache.orchestrator.settings import BIND, RANK_MARK
 
 BATCH_BYTES_MAX = 1 << 20
 """The blocks of 64 Ki tokens, which no engine computes in one step, take about half of it."""
-HERE_BYTES_MAX = 16 << 10
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE = 500, 32_768
 """The index takes so many over without giving the event loop a turn: about a millisecond."""
 SWEEPS_MAX = 64
@@ -88,6 +86,7 @@ class FeedTurns:
         self.reading = asyncio.Lock()
         self._is_sweeping = False
         self._making_room = asyncio.Lock()
+        self.sayings = Sayings()
 
     async def make_room(self, holders: BlockHolders) -> None:
         """Return when blocks may be stored. The one feed that has its turn sweeps: the tasks of engines sweep only as
@@ -343,11 +342,12 @@ class EventsFeed:
             self._log.note_batch(self._engine, number, batch.sent_at)
 
     async def _decoded(self, payload: bytes) -> Batch | None:
-        """None for what is no batch. A large one is read in a thread, so that the event loop goes on."""
+        """None for what is no batch. Of those that a thread reads, one is read at a time."""
+        engine = self._engine.partition(RANK_MARK)[0]
         if len(payload) <= HERE_BYTES_MAX:
-            return _batch(payload)
+            return await self._turns.sayings.read(engine, payload, _batch)
         async with self._turns.reading:
-            return await computed(partial(_batch, payload), is_long=True)
+            return await self._turns.sayings.read(engine, payload, _batch)
 
     def _clear(self) -> None:
         """The index knows nothing of the engine any more."""

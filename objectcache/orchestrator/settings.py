@@ -26,6 +26,8 @@ class Role(Enum):
 
 
 BIND = "bind:"
+RANK_MARK = "#"
+"""It stands between an engine's name and the number of a data-parallel rank, and in no name."""
 SECRET_TOPIC_CHARACTERS_MIN = 16
 
 
@@ -47,7 +49,7 @@ class EngineSettings:
     token_us: float | None = None
 
     def __post_init__(self) -> None:
-        if "#" in self.name + self.url:
+        if RANK_MARK in self.name + self.url:
             raise ValueError("name and url: # is for the ranks of an engine")
         if self.events is not None and self.events.startswith(BIND) and len(self.topic) < SECRET_TOPIC_CHARACTERS_MIN:
             problem = (

@@ -45,7 +45,7 @@ STAGES = {
         "call", "operations", "handlers", "app",
     ),
     ORCHESTRATOR: (
-        "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "events_feed",
+        "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "sayings", "events_feed",
         "engine_calls", "engine_watchers", "engine_blocks", "engine", "roster", "tokenizer", "reading_process",
         "readers", "tokens", "store_lookups", "metadata_file", "metadata_blocks", "metadata",
         "registry", "writing", "response_cache", "gate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import aiohttp
@@ -83,8 +84,8 @@ class Calls:
     def __init__(self, *models: str) -> None:
         self.models = models
 
-    async def json(self, path: str) -> Any:
-        return {"data": [{"id": name} for name in self.models]}
+    async def json(self, _: str, reading: Callable[[Any], Any]) -> Any:
+        return reading({"data": [{"id": name} for name in self.models]})
 
 
 async def test_an_engine_that_says_again_that_it_has_what_it_refuses_is_ejected() -> None:
