@@ -364,6 +364,15 @@ def _after(prefix: str) -> bytes:
     return raw[:-1] + bytes([raw[-1] + 1])
 
 
+def entry_in(answer: Mapping[str, Any]) -> EtcdEntry | None:
+    """The entry in an answer that has one at most. Raises EtcdError."""
+    try:
+        found = answer.get("kvs", ())
+        return _short_entry(found[0]) if found else None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _senseless(error) from error
+
+
 def _entry(fields: Mapping[str, Any]) -> EtcdEntry:
     key = base64.b64decode(fields["key"]).decode(errors="replace")
     value = base64.b64decode(fields.get("value", ""))

@@ -153,7 +153,7 @@ class Fleet:
         Raises KeyError, MetadataError.
         """
         if name in self._of_registry and self._registry is not None:
-            await self._registry.add(self.engines[name].settings, is_draining=is_wanted)
+            await self._registry.drain(name, is_wanted=is_wanted)
             if name in self.engines:
                 self._drained(name, is_wanted=is_wanted)
             return

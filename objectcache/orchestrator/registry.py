@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from objectcache.adapters.breaker import back_off_s
 from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
+from objectcache.adapters.etcd_updates import update
 from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.settings import BIND, EngineSettings, engine_settings, registered
@@ -89,10 +90,30 @@ class EtcdRegistry:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._etcd.close()
 
-    async def add(self, settings: EngineSettings, *, is_draining: bool = False) -> None:
-        """Register an engine. Raises MetadataError; ValueError for one whose events are not to be had by TCP."""
+    async def add(self, settings: EngineSettings) -> None:
+        """Register an engine. One that is registered anew goes on draining, as another orchestrator may have been told.
+        Raises MetadataError; ValueError for one whose events are not to be had by TCP.
+        """
         _require_tcp(settings)
-        await self._put(f"engines/{settings.label}", {**registered(settings), "is_draining": is_draining})
+
+        def changed(before: bytes | None) -> bytes:
+            is_draining = before is not None and _fields_of(before).get("is_draining") is True
+            return json.dumps({**registered(settings), "is_draining": is_draining}).encode()
+
+        await self._update(f"engines/{settings.label}", changed)
+
+    async def drain(self, name: str, *, is_wanted: bool) -> None:
+        """Have an engine drain, or not any more, with the settings that it has in etcd: another orchestrator may just
+        have written others. Raises MetadataError, KeyError.
+        """
+
+        def changed(before: bytes | None) -> bytes:
+            fields = {} if before is None else _fields_of(before)
+            if not fields:
+                raise KeyError(name)
+            return json.dumps({**fields, "is_draining": is_wanted}).encode()
+
+        await self._update(f"engines/{name}", changed)
 
     async def remove(self, name: str) -> None:
         """Forget an engine. Raises MetadataError."""
@@ -112,6 +133,12 @@ class EtcdRegistry:
     async def _put(self, name: str, document: Document) -> None:
         try:
             await self._etcd.put(f"{self._root}/{name}", json.dumps(document).encode())
+        except EtcdError as error:
+            raise MetadataError(f"etcd: {error}") from error
+
+    async def _update(self, name: str, changed: Callable[[bytes | None], bytes]) -> None:
+        try:
+            await update(self._etcd, f"{self._root}/{name}", changed)
         except EtcdError as error:
             raise MetadataError(f"etcd: {error}") from error
 
@@ -138,6 +165,15 @@ class EtcdRegistry:
             except ValueError as error:
                 self._warnings.warn("the entry %.300r of etcd is no engine: %.300r", name, str(error))
         return self._engines
+
+
+def _fields_of(value: bytes) -> dict[str, Any]:
+    """The fields of an entry; none of one that is no JSON object, which anybody may have written."""
+    try:
+        document = json.loads(value)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _require_tcp(settings: EngineSettings) -> None:

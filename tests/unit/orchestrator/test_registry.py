@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdRange
 from objectcache.orchestrator import registry as registry_module
+from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import (
     NAME_CHARACTERS_MAX,
     TOLD_AT_ONCE,
@@ -28,7 +30,10 @@ class PlayedEtcd:
     """An etcd without a socket: entries that are there at the start, and changes as they are put."""
 
     def __init__(self, entries: Mapping[str, bytes]) -> None:
-        self._entries = entries
+        self._entries = dict(entries)
+        self.revisions = dict.fromkeys(entries, 1)
+        self.while_changing: Callable[[], None] = lambda: None
+        """What somebody else does between a reading and a change."""
         self.changes: dict[str, asyncio.Queue[list[EtcdChange]]] = {}
 
     async def start(self) -> None:
@@ -41,6 +46,39 @@ class PlayedEtcd:
         """The entries of the start."""
         found = [EtcdEntry(key, value, 1) for key, value in self._entries.items() if key.startswith(prefix)]
         return EtcdRange(1, 1, tuple(found))
+
+    async def call(self, _: str, body: Mapping[str, str]) -> Mapping[str, Any]:
+        """The entry of one key."""
+        key = base64.b64decode(body["key"]).decode()
+        if key not in self._entries:
+            return {}
+        value, revision = base64.b64encode(self._entries[key]).decode(), str(self.revisions[key])
+        return {"kvs": [{"key": body["key"], "value": value, "mod_revision": revision}]}
+
+    async def create(self, key: str, value: bytes) -> EtcdEntry | None:
+        """Set a key that does not exist."""
+        self.while_changing()
+        if key in self._entries:
+            return EtcdEntry(key, self._entries[key], self.revisions[key])
+        self.set(key, value)
+        return None
+
+    async def replace(self, before: EtcdEntry, value: bytes) -> bool:
+        """Set a key that has not changed."""
+        self.while_changing()
+        is_same = self.revisions.get(before.key) == before.revision
+        if is_same:
+            self.set(before.key, value)
+        return is_same
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key, whatever it was."""
+        self._entries[key] = value
+        self.revisions[key] = self.revisions.get(key, 0) + 1
+
+    def document(self, key: str) -> Any:
+        """The value of a key."""
+        return json.loads(self._entries[key])
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[EtcdChange]]:
         """The changes that are put."""
@@ -123,3 +161,45 @@ async def test_an_entry_names_no_file_of_this_host(events: Mapping[str, str]) ->
         assert set(told.engines[-1]) == {"far"}
         with pytest.raises(ValueError, match="tcp://"):
             await registry.add(engine_settings(near))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_an_engine_that_drains_keeps_the_settings_that_another_orchestrator_has_written(
+    *, is_there: bool
+) -> None:
+    """They were acknowledged, and this one had not heard of them yet: it wrote those that it knew."""
+    old, new = ({"url": "http://h:1", "name": "e", "requests_max": count} for count in (1, 2))
+    key = "kv/engines/e"
+    etcd = PlayedEtcd({key: json.dumps(old if not is_there else new).encode()})
+    registry = EtcdRegistry(cast(Etcd, etcd), "kv")
+    if not is_there:  # written between the reading and the change
+        others = [new]
+        etcd.while_changing = lambda: etcd.set(key, json.dumps(others.pop()).encode()) if others else None
+    await registry.drain("e", is_wanted=True)
+    assert etcd.document(key) == {**new, "is_draining": True}
+    await registry.drain("e", is_wanted=False)
+    assert etcd.document(key) == {**new, "is_draining": False}
+    with pytest.raises(KeyError):
+        await registry.drain("other", is_wanted=True)
+
+
+async def test_an_engine_that_is_registered_anew_goes_on_draining() -> None:
+    """As without a registry: an operator has taken it out of use."""
+    etcd = PlayedEtcd({"kv/engines/junk": b"[1"})
+    registry = EtcdRegistry(cast(Etcd, etcd), "kv")
+    await registry.add(engine_settings({"url": "http://h:1", "name": "e"}))
+    assert etcd.document("kv/engines/e")["is_draining"] is False
+    await registry.drain("e", is_wanted=True)
+    await registry.add(engine_settings({"url": "http://h:1", "name": "e", "requests_max": 3}))
+    found = etcd.document("kv/engines/e")
+    assert (found["is_draining"], found["requests_max"]) == (True, 3)
+    await registry.add(engine_settings({"url": "http://h:2", "name": "junk"}))
+    assert etcd.document("kv/engines/junk")["url"] == "http://h:2"
+
+
+async def test_an_entry_that_others_change_all_the_time_is_an_error() -> None:
+    key, value = "kv/engines/e", b'{"url": "http://h:1"}'
+    etcd = PlayedEtcd({key: value})
+    etcd.while_changing = lambda: etcd.set(key, value)
+    with pytest.raises(MetadataError, match="all the time"):
+        await EtcdRegistry(cast(Etcd, etcd), "kv").drain("e", is_wanted=True)
