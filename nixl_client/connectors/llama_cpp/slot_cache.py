@@ -47,6 +47,7 @@ LLAMA_CPP_LAYOUT = "llama.cpp"
 FAILURES = (ObjectCacheError, LlamaServerError, SlotFileError, aiohttp.ClientError, OSError, TimeoutError, ValueError)
 LOOK_S = 3.0
 """Requests wait so long for the look at a server that is new. While it goes on they run without a cache."""
+CLOSE_S = 25.0
 GOES_ON = "a request goes on without a cache"
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -118,11 +119,17 @@ class SlotCache:
         self._folder.clean()
 
     async def close(self) -> None:
-        """Return when what waits to be stored is."""
+        """Return when what waits to be stored is, within CLOSE_S: a server may write a slot's file for as long as it
+        likes.
+        """
         if self._look is not None:
             self._look.cancel()
             await asyncio.gather(self._look, return_exceptions=True)
-        await asyncio.gather(*self._saves, return_exceptions=True)
+        if self._saves:
+            _, late = await asyncio.wait(self._saves, timeout=CLOSE_S)
+            for saving in late:
+                saving.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         for pool in (self._lookers, self._loaders, self._saving):
             pool.shutdown()
         await asyncio.to_thread(self._store.close)

@@ -206,3 +206,18 @@ async def test_requests_run_without_a_cache_while_a_look_at_the_server_takes_lon
     await bed.cache._look
     await bed.ran()
     assert (len(bed.client.chunks), bed.server.probes) == (3, 1)
+
+
+async def test_a_server_that_does_not_write_a_file_does_not_hold_a_stop_up(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_cache, "CLOSE_S", 0.0)
+    turn = await bed.cache.begin(THREE_RUNS, b"", {})
+    monkeypatch.setattr(bed.server, "save_slot", lambda *_: asyncio.Event().wait())
+    bed.server.slots[turn.index] = turn.tokens
+    turn.is_computed = True
+    bed.cache.end(turn, {})
+    await settled()
+    await bed.cache.close()
+    assert not bed.cache._saves
+    assert turn.server.ledger.choose(turn.tokens) is not None
