@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -42,6 +42,7 @@ from storage_server.kernel.watcher import Watcher
 from storage_server.planning.block_checksums import checksum_bytes
 from storage_server.planning.extent import Extent
 
+RulesOf = Callable[[sqlite3.Connection, str], list[LifecycleRule] | None]
 EXTENTS_HERE = 256
 """An object of 10,000 parts takes tens of milliseconds."""
 CHECKSUMS_BYTES_MAX = 1 * GIB
@@ -87,14 +88,32 @@ class Reads:
         return await self._index.threaded(partial(queries.buckets, after=after, most=most))
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        return self._index.here(lambda db: queries.lifecycle(db, bucket))
+        work_for(access_key)
+        rules = self._index.here(lambda db: queries.short_lifecycle(db, bucket))
+        return await self._index.threaded(lambda db: queries.lifecycle(db, bucket)) if rules is None else rules
 
     async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         return await self.get_lifecycle(access_key, bucket)
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
-        head, _ = self._index.here(lambda db: _find_read(db, request, extents_max=0))
+        work_for(access_key)
+        head, _ = await self._find_read(request, extents_max=0)
         return head
+
+    async def _find_read(
+        self, request: ReadRequest, *, extents_max: int | None
+    ) -> tuple[ReadHead, list[Extent] | None]:
+        """Where the bucket has many lifecycle rules, they are read and compared in a thread: the owner of a bucket may
+        write a megabyte of them, which takes tens of milliseconds.
+        """
+        find = partial(_find_read, request=request, extents_max=extents_max)
+        if extents_max is not None:
+            found = self._index.here(partial(find, rules_of=queries.short_lifecycle))
+            if found is not None:
+                return found
+        found = await self._index.threaded(partial(find, rules_of=queries.lifecycle))
+        assert found is not None
+        return found
 
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
@@ -127,10 +146,10 @@ class Reads:
         """Few extents are read here, because a hand-over to a thread would cost more than they do."""
 
         async def find() -> tuple[ReadHead, list[Extent]]:
-            head, extents = self._index.here(lambda db: _find_read(db, request, extents_max=EXTENTS_HERE))
+            head, extents = await self._find_read(request, extents_max=EXTENTS_HERE)
             if extents is None:
                 await held.at_least(checksum_bytes(head.range.length))
-                head, extents = await self._index.threaded(lambda db: _find_read(db, request, extents_max=None))
+                head, extents = await self._find_read(request, extents_max=None)
             return head, extents or []
 
         async with self._checksums.holding() as held, pinned(self._files, find) as found:
@@ -187,9 +206,11 @@ class Reads:
 
 
 def _find_read(
-    db: sqlite3.Connection, request: ReadRequest, *, extents_max: int | None
-) -> tuple[ReadHead, list[Extent] | None]:
-    """The extents are None where they are many (see `_extents`)."""
+    db: sqlite3.Connection, request: ReadRequest, *, extents_max: int | None, rules_of: RulesOf
+) -> tuple[ReadHead, list[Extent] | None] | None:
+    """None where `rules_of` gives no rules, as they are many. The extents are None where they are many (see
+    `_extents`).
+    """
     found = transaction.require_object(db, request.bucket, request.key)
     check_read(request.condition, found.info.etag, found.info.modified_at)
     if request.part_number is not None:
@@ -198,7 +219,10 @@ def _find_read(
         span = ByteRange(*queries.part_span(db, found, request.part_number))
     else:
         span = resolve_range(request.range, found.info.nbytes)
-    head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
+    rules = rules_of(db, request.bucket)
+    if rules is None:
+        return None
+    head = ReadHead(found.info, span, expiry(rules, found.info))
     return head, _extents(db, found, span, extents_max=extents_max)
 
 

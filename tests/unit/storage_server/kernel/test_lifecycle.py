@@ -11,9 +11,10 @@ import pytest
 
 from descriptors.lifecycle import DAY_S, LifecycleRule
 from descriptors.lifecycle import expiry as expiry_of
-from descriptors.objects import ListRequest
+from descriptors.objects import ListRequest, ReadRequest
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel.index import queries
+from storage_server.kernel.rules.rows import rules_of
 from storage_server.kernel.upkeep import lifecycle
 from tests.support.store_bed import opened, put
 
@@ -79,3 +80,36 @@ async def test_a_pass_looks_at_buckets_with_rules_only_some_at_a_time(
     finally:
         store.close()
     assert looked_at == [BUCKET, "bbb3", "bbb5", "bbb7"]
+
+
+@pytest.mark.parametrize("count", [2, 200])
+async def test_many_rules_of_a_bucket_are_read_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """HEADs of a hundred buckets with a thousand rules each, over 64 connections, had every call of others wait for
+    three seconds.
+    """
+    threads = set[int]()
+
+    def recorded(text: str) -> tuple[LifecycleRule, ...]:
+        threads.add(threading.get_ident())
+        return rules_of(text)
+
+    monkeypatch.setattr(queries, "rules_of", recorded)
+    store = await opened(tmp_path)
+    try:
+        await store.objects.create_bucket("k", BUCKET)
+        await put(store, "key", b"data")
+        rules = [LifecycleRule(f"rule{number}", expire_days=5 + number) for number in range(count)]
+        await store.objects.set_lifecycle("k", BUCKET, rules)
+        threads.clear()
+        asked = ReadRequest(BUCKET, "key")
+        head = await store.objects.head_object("k", asked)
+        async with store.objects.open_object("k", asked) as read:
+            assert read.head == head
+        assert await store.objects.own_lifecycle("k", BUCKET) == rules
+    finally:
+        store.close()
+    assert head.expiry is not None
+    assert head.expiry[1] == "rule0"
+    assert (threading.get_ident() in threads) == (count == 2)
