@@ -152,7 +152,7 @@ async def get_lifecycle(call: Call) -> web.StreamResponse:
     rules = await call.storage.objects.get_lifecycle(call.access_key, call.request.bucket)
     if not rules:
         raise CallerError(ErrorCode.NO_SUCH_LIFECYCLE, "the bucket has no lifecycle configuration", field="bucket")
-    return xml_answer(xml.lifecycle_document(rules))
+    return await xml_pages(lambda: xml.lifecycle_document(rules), len(rules))
 
 
 async def put_lifecycle(call: Call) -> web.StreamResponse:
