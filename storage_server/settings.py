@@ -174,9 +174,9 @@ class StorageSettings:
     All files under `data_dir` together take at most `disk_bytes`; None is no bound or, in front of another service,
     nine tenths of what is free at the start. The buckets of `caches` are caches, too; other buckets are not evicted.
 
-    With `compression` the DRAM tier goes by the utility of each chunk in place of `eviction`, and keeps some encoded
-    for readers that take them; `max_errors` and `max_losses` bound the error and the loss of each chunk that an access
-    key gets, whatever it accepts, and `error_budgets` the mean error of all its chunks. Losses are those of `losses`.
+    With `compression` the DRAM tier keeps some chunks encoded, for readers that take them; `max_errors` and
+    `max_losses` bound the error and the loss of each chunk that an access key gets, whatever it accepts, and
+    `error_budgets` the mean error of all its chunks. Losses are those of `losses`.
 
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from objectcache.adapters.threads import in_parts, let_others_run
 from objectcache.kv_codecs.layer import Codec, goes_on
@@ -30,6 +32,7 @@ RECODE_ATTEMPTS, RECODE_PAUSE_S = 10, 0.02
 """A chunk that somebody reads is tried again; then it leaves, and comes back at its next use."""
 SLIDE_BYTES_MAX = 32 << 20
 """Moved in one turn of the event loop: some milliseconds."""
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +52,8 @@ class EncodingKeeper(Keeper):
         """How chunks are to come encoded, by the offsets of their spans, until they have come."""
         self._made: dict[int, Encoded] = {}
         """The forms of chunks that have been written to these offsets, and are not noted yet."""
+        self._notes: deque[Callable[[], None]] = deque()
+        """The policy belongs to the thread of the books, which hears these before it is asked again."""
 
     @property
     def decided_bytes(self) -> int:
@@ -70,7 +75,7 @@ class EncodingKeeper(Keeper):
 
     async def decide(self, known: Mapping[Key, Extent], reading: Reading | None) -> list[Copy]:
         uses = [ChunkUse(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
-        decision = await self._memory.in_books(partial(self._policy.request, time.monotonic(), uses, reading))
+        decision = await self._in_books(partial(self._policy.request, time.monotonic(), uses, reading))
         await self._memory.evict(decision.evicted)
         await self._recode(decision)
         return await self._admit(decision, known)
@@ -101,17 +106,17 @@ class EncodingKeeper(Keeper):
             self._memory.residency.release(key)
         if made is None:
             if before is None:
-                self._policy.note_unencodable(key, reading.shape)
+                self._note(partial(self._policy.note_unencodable, key, reading.shape))
             return False
         encoded, data = made
         if before is None:
-            self._policy.note_error(reading, codec, encoded.worst_error)
+            self._note(partial(self._policy.note_error, reading, codec, encoded.worst_error))
         for _ in range(RECODE_ATTEMPTS):
             if self._memory.residency.place(key) != place:
                 return False
             if self._memory.residency.recode(key, encoded):
                 self._memory.view[offset : offset + len(data)] = data
-                self._policy.note_made(key, encoded)
+                self._note(partial(self._policy.note_made, key, encoded))
                 return True
             await asyncio.sleep(RECODE_PAUSE_S)
         return False
@@ -167,7 +172,19 @@ class EncodingKeeper(Keeper):
 
     async def forget(self, keys: Sequence[Key]) -> None:
         if keys:
-            await self._memory.in_books(partial(self._policy.remove, list(keys)))
+            await self._in_books(partial(self._policy.remove, list(keys)))
+
+    async def _in_books(self, call: Callable[[], _T]) -> _T:
+        def called() -> _T:
+            while self._notes:
+                self._notes.popleft()()
+            return call()
+
+        return await self._memory.in_books(called)
+
+    def _note(self, call: Callable[[], None]) -> None:
+        """Have the policy told before it is asked again."""
+        self._notes.append(call)
 
     def read(self, extent: Extent, offset: int, missing: Sequence[Span]) -> bool:
         wanted = self._wanted.get(offset)
@@ -182,7 +199,7 @@ class EncodingKeeper(Keeper):
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
         if made is None:
-            self._policy.note_unencodable(key_of(extent), reading.shape)
+            self._note(partial(self._policy.note_unencodable, key_of(extent), reading.shape))
             return False
         encoded, data = made
         self._memory.view[offset : offset + len(data)] = data
@@ -192,6 +209,6 @@ class EncodingKeeper(Keeper):
     def form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
         wanted, encoded = self._wanted.pop(offset, None), self._made.pop(offset, None)
         if wanted is not None and encoded is not None:
-            self._policy.note_error(wanted.reading, encoded.codec, encoded.worst_error)
-            self._policy.note_made(key_of(extent), encoded)
+            self._note(partial(self._policy.note_error, wanted.reading, encoded.codec, encoded.worst_error))
+            self._note(partial(self._policy.note_made, key_of(extent), encoded))
         return encoded

@@ -1,0 +1,103 @@
+"""The tier that encodes, between a source and its policy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from storage_server.cache.dram import DramTier
+from storage_server.cache.encoding_keeper import EncodingKeeper
+from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
+from storage_server.planning.extent import Extent
+from storage_server.planning.forms import Reading
+
+SHAPE = LayerShape(32, 256, Element.BFLOAT16)
+READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4))
+FIGURES = {Codec.KIVI8: CodecFigures(1.0, 1e12), Codec.KIVI4: CodecFigures(0.99, 1e12)}
+SETTINGS = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
+
+
+class KvSource:
+    """A ChunkSource of chunks of KV; `broken` ones are no numbers."""
+
+    generation = 0
+
+    def __init__(self) -> None:
+        self.broken: set[Extent] = set()
+
+    def keep(self, extents: Sequence[Extent], since: int) -> KvSource:
+        return self
+
+    def release(self) -> None:
+        pass
+
+    def read_extent(self, one: Extent, view: memoryview, start: int = 0) -> None:
+        values = np.random.default_rng(int(one.file_id, 16)).standard_normal(READING.exact_bytes // 2)
+        out = np.empty(READING.exact_bytes, dtype=np.uint8)
+        from_floats(values.astype(np.float32), Element.BFLOAT16, out)
+        if one in self.broken:
+            out[:2] = (0xC0, 0x7F)
+        view[:] = out[start : start + len(view)].data
+
+
+def extent(number: int) -> Extent:
+    return Extent(f"{number:032x}", 0, READING.exact_bytes, b"")
+
+
+@pytest.fixture
+async def tier() -> AsyncIterator[DramTier]:
+    keep = partial(EncodingKeeper, settings=SETTINGS)
+    tier = DramTier(4 * READING.exact_bytes, KvSource(), keep)  # type: ignore[arg-type]
+    yield tier
+    await tier.close()
+
+
+async def use(tier: DramTier, extents: Sequence[Extent]) -> None:
+    async with tier.lent(extents, READING):
+        pass
+    while tier._working:
+        await asyncio.wait(list(tier._working))
+
+
+async def test_what_the_policy_decides_lies_in_memory(tier: DramTier) -> None:
+    for _ in range(4):
+        await use(tier, [extent(number) for number in range(7)])
+        assert tier.keeper.decided_bytes == tier.residency.used_bytes
+    counts = tier.residency.form_counts
+    assert sum(counts.values()) == 7
+    assert set(counts) & {"kivi8-1", "kivi4-1"}
+    assert tier.keeper.encoded_bytes > 0
+
+
+async def test_the_policy_is_told_of_everything_in_the_thread_of_the_books(
+    tier: DramTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no locks: what the filler and the event loop have seen waits until it is asked again."""
+    keeper = tier.keeper
+    assert isinstance(keeper, EncodingKeeper)
+    threads: dict[str, set[str]] = {}
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name.rpartition("_")[0])
+            return call(*arguments)
+
+        return called
+
+    for name in ("request", "remove", "note_made", "note_error", "note_unencodable"):
+        monkeypatch.setattr(keeper._policy, name, watched(name, getattr(keeper._policy, name)))
+    source = tier._source
+    assert isinstance(source, KvSource)
+    source.broken.add(extent(3))
+    for _ in range(6):
+        await use(tier, [extent(number) for number in range(7)])
+    assert set(threads) == {"request", "remove", "note_made", "note_error", "note_unencodable"}
+    assert set.union(*threads.values()) == {"dram-books"}
