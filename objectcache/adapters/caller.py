@@ -7,9 +7,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from ipaddress import IPv6Address, IPv6Network
 
 CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
 """A write waits for room, and a query for its turn, for an access key. Upkeep has none: it is a caller of its own."""
+
+HOST_PREFIX_BITS = 64
+"""Any host of IPv6 has the addresses of its network, 2^64 of them, to itself (RFC 4291, section 2.5.1)."""
 
 
 def work_for(access_key: str) -> None:
@@ -18,6 +22,17 @@ def work_for(access_key: str) -> None:
     """
     if access_key:
         CALLER.set(access_key)
+
+
+def caller_of(address: str) -> str:
+    """The name of the caller at an address: IPv6 addresses count by their networks, since a host has all of one."""
+    if ":" not in address:
+        return address
+    try:
+        parsed = IPv6Address(address)
+    except ValueError:
+        return address
+    return str(parsed.ipv4_mapped or IPv6Network((int(parsed), HOST_PREFIX_BITS), strict=False))
 
 
 class CallerTurns:

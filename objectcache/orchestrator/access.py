@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv6Address, IPv6Network
-
 from aiohttp import web
 
 from descriptors.header_bytes import is_secret
+from objectcache.adapters.caller import caller_of
 from objectcache.orchestrator.answers import Refusal
 from objectcache.orchestrator.orders import Orders
 from objectcache.orchestrator.rules.admission import Tenant
@@ -16,19 +15,6 @@ from objectcache.orchestrator.settings import OrchestratorSettings
 ANYBODY = Tenant("")
 OPERATORS = "/_orchestrator"
 """The caller whose memory operators use. No address is named so."""
-HOST_PREFIX_BITS = 64
-"""Any host of IPv6 has the addresses of its network, 2^64 of them, to itself (RFC 4291, section 2.5.1)."""
-
-
-def caller_of(address: str) -> str:
-    """The name of the caller at an address: IPv6 addresses count by their networks, since a host has all of one."""
-    if ":" not in address:
-        return address
-    try:
-        parsed = IPv6Address(address)
-    except ValueError:
-        return address
-    return str(parsed.ipv4_mapped or IPv6Network((int(parsed), HOST_PREFIX_BITS), strict=False))
 
 
 class Access:

@@ -27,7 +27,7 @@ from nixl_client.connectors.llama_cpp.rules.prompts import (
 )
 from nixl_client.connectors.llama_cpp.slot_cache import FAILURES, GOES_ON, SlotCache, SlotTurn
 from nixl_client.connectors.startup import say
-from objectcache.adapters.caller import CALLER
+from objectcache.adapters.caller import CALLER, caller_of
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import give_leave
@@ -88,7 +88,7 @@ class LlamaSidecar:
 
     async def _handle(self, http: web.BaseRequest, server: LlamaServer, cache: SlotCache) -> web.StreamResponse:
         held = [0]
-        CALLER.set(http.remote or "")
+        CALLER.set(caller_of(http.remote or ""))
         try:
             await give_leave(http)
             body = await self._body(http, held)
@@ -100,18 +100,18 @@ class LlamaSidecar:
         except (aiohttp.ClientError, TimeoutError) as error:
             return _error(502, f"llama-server at {self._engine} does not answer: {type(error).__name__} {error}")
         finally:
-            self._bodies.give_back(http.remote or "", held[0])
+            self._bodies.give_back(caller_of(http.remote or ""), held[0])
 
     async def _body(self, http: web.BaseRequest, held: list[int]) -> bytes | web.Response:
         """The body, which counts in `held`; or the refusal of a body that is too large."""
-        body = bytearray()
+        body, caller = bytearray(), caller_of(http.remote or "")
         began_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(BODY_S) as patience:
                 async for piece in http.content.iter_any():
                     if len(body) + len(piece) > BODY_BYTES_MAX:
                         return _error(413, f"a body of more than {BODY_BYTES_MAX >> 20} MiB")
-                    self._bodies.take(http.remote or "", len(piece))
+                    self._bodies.take(caller, len(piece))
                     held[0] += len(piece)
                     body += piece
                     patience.reschedule(began_s + BODY_S + len(body) / BODY_BYTES_PER_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from objectcache.orchestrator.access import caller_of
+from objectcache.adapters.caller import caller_of
 
 
 @pytest.mark.parametrize(

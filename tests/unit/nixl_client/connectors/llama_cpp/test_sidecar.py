@@ -54,6 +54,15 @@ async def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: py
     assert await read(made, "b", b"4" * 100) == b"4" * 100
 
 
+async def test_addresses_of_one_network_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of IPv6 has as many addresses as it likes."""
+    monkeypatch.setattr(sidecar, "BODIES_BYTES_MAX", 400)
+    made = proxy()
+    assert await read(made, "fd00::1", b"1" * 100) == b"1" * 100
+    assert isinstance(await read(made, "fd00::2", b"1"), web.Response)
+    assert await read(made, "fd00:0:0:1::1", b"1" * 100) == b"1" * 100
+
+
 async def test_a_client_that_holds_a_slot_and_reads_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecar, "PATIENCE", Patience(0.01, 1.0))
     http = make_mocked_request("POST", "/completion")
