@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -95,10 +96,13 @@ def may_use_slots(method: str, path: str) -> bool:
 def without_reuse(body: bytes) -> bytes:
     """The body of a request for which the server shifts no KV (`n_cache_reuse`): KV that was computed behind another
     text is not the prompt's own, and would be stored as such. Of a field that is there twice the last one counts. A
-    name may be escaped.
+    name may be escaped. The server reads no further than to a NUL.
     """
-    text = body.rstrip()
-    if not text.endswith(b"}") or not (b"cache_reuse" in body or b"\\u" in body):
+    is_object = body.removeprefix(BOM_UTF8).lstrip().startswith(b"{")
+    if not is_object or not (b"cache_reuse" in body or b"\\u" in body):
+        return body
+    text = body.partition(b"\0")[0].rstrip()
+    if not text.endswith(b"}"):  # the server will not read it either
         return body
     fields = text[:-1].rstrip()
     return fields + (b"" if fields.endswith(b"{") else b",") + b'"n_cache_reuse":0}'

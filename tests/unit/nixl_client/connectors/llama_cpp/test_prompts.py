@@ -84,6 +84,15 @@ def test_no_request_has_the_server_shift_kv(said: str) -> None:
     assert json.loads(changed) == {"prompt": "a", "n_cache_reuse": 0}
 
 
+@pytest.mark.parametrize(
+    ("before", "behind"), [(b"", b"\0"), (b"", b" \0 {}"), (b"\xef\xbb\xbf", b""), (b" \n", b"\0\0}")]
+)
+def test_what_the_server_does_not_read_hides_nothing(before: bytes, behind: bytes) -> None:
+    """llama.cpp's parser takes a NUL for the end, and a byte order mark for nothing."""
+    changed = without_reuse(before + b'{"n_cache_reuse": 1}' + behind)
+    assert json.loads(changed.decode("utf-8-sig")) == {"n_cache_reuse": 0}
+
+
 @pytest.mark.parametrize("body", [b'{"prompt": "a"}', b"", b"[1]", b"--form\r\ncache_reuse\r\n--form--\r\n"])
 def test_other_bodies_go_on_byte_by_byte(body: bytes) -> None:
     assert without_reuse(body) is body
