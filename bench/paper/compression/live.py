@@ -148,7 +148,7 @@ class Contexts:
         return Answered(ttft_s, index, form, error, digest_of(buffer))
 
     def loss(self, answered: Answered) -> TextSample:
-        """What the context has lost in the form in which it came. Raises AssertionError where other bytes came."""
+        """The loss of the context in the form in which it came. Raises AssertionError where other bytes came."""
         index, chain = answered.index, self._chain(answered)
         if (index, chain) not in self._losses:
             probe, exact = self.asked[index], self._exact[index]

@@ -33,7 +33,7 @@ class PlayedEtcd:
         self._entries = dict(entries)
         self.revisions = dict.fromkeys(entries, 1)
         self.while_changing: Callable[[], None] = lambda: None
-        """What somebody else does between a reading and a change."""
+        """Somebody else writes between a reading and a change."""
         self.changes: dict[str, asyncio.Queue[list[EtcdChange]]] = {}
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What engines say is read in turns."""
+"""The words of engines are read in turns."""
 
 from __future__ import annotations
 

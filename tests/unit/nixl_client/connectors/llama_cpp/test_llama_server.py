@@ -47,7 +47,7 @@ async def test_a_count_that_is_none_is_an_answer_without_sense(slots: Any) -> No
 
 @pytest.mark.parametrize("path", ["//y/%2e%2E?a=%31", "/x/../slots/0?action=restore", "/"])
 def test_a_path_goes_on_as_it_was_looked_at(path: str) -> None:
-    """One that is made shorter on its way would be another one than was allowed."""
+    """A path that is made shorter on its way would be another one than was allowed."""
     server = ToldServer()
     server._url = "http://a:1"
     server._session = Mock()
