@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -28,8 +29,19 @@ METADATA_CHARACTERS_MAX = 256
 """Each value has no more characters: an S3 object may have 2 KiB of metadata."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 MODEL_LABEL = re.compile("[A-Za-z0-9._-]{1,64}")
+_RANKS = re.compile("tp[0-9]{1,6}of([1-9][0-9]{0,5})-pp[0-9]{1,6}of([1-9][0-9]{0,5})")
 _PLAIN = "!#$&'()*+,/:;<=>?@[]^_`{|}~-."
 """The characters of metadata that need no percent sign."""
+
+
+class RankCounts(NamedTuple):
+    """Over how many ranks a model's KV is split: its heads by tensor parallelism, its layers by pipelines."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+ONE_RANK = RankCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,17 @@ def model_of_all(keys: Sequence[str]) -> str | None:
         return None if any(map(model_of, keys)) else ""
     start = "/".join(keys[0].split("/", 2)[:2]) + "/"
     return model if all(key.startswith(start) for key in keys) else None
+
+
+def rank_counts_of(keys: Sequence[str]) -> RankCounts:
+    """Over how many ranks the KV of chunks with these keys is split, as `Namespace.prefix` says it; one each where the
+    keys do not all say the same of one rank.
+    """
+    *before, _ = keys[0].split("/", 4)
+    found = _RANKS.fullmatch(before[3]) if len(before) == 4 and before[0] == ROOT else None
+    if found is None or not all(key.startswith("/".join(before) + "/") for key in keys):
+        return ONE_RANK
+    return RankCounts(int(found[1]), int(found[2]))
 
 
 def metadata_of(texts: Mapping[str, str]) -> dict[str, str]:

@@ -4,11 +4,13 @@ A loss is the upper end of the 95 % interval of the KL a token, in nats, from th
 on KV that is all in this form. It holds for the model that was measured, with its layers, width and elements:
 
     kivi4-1 of SmolLM2 (30 layers x 192, bfloat16)    0.0058    calibrated
+    its half of the heads, by keys of two ranks       0.0058    the pieces together are the measured KV
+    its chunks of 256 tokens as LMCache has them      0.0058    one layer of 7,680 rows, in the same groups
     the same name, 32 layers x 1,024                  none      the calibration is of another layout
     a model that was not measured                     none, or in a bucket with "worst" the greatest of all models
 
 Chunks may have any number of tokens where groups of at most 32 share a scale (KIVI). FP8 has one scale for a chunk, so
-chunks with more tokens than the measured ones are not calibrated.
+chunks with more tokens than the measured ones, or with several layers in one, are not calibrated.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from descriptors.layer_forms import LossBasis
-from descriptors.prefix_keys import model_of_all
+from descriptors.prefix_keys import LMCACHE_ROOT, ONE_RANK, RankCounts, model_of_all, rank_counts_of
 from objectcache.kv_codecs.chains import Chain, shortest
 from objectcache.kv_codecs.elements import Element
-from objectcache.kv_codecs.layer import KIVI, LayerShape
+from objectcache.kv_codecs.layer import GROUP_MAX, KIVI, LayerShape, group_of
 
 WORST = "worst"
 """In place of a bucket's model: chunks that are not calibrated have the greatest loss of all models."""
@@ -66,6 +68,21 @@ class ModelLosses:
         """The name and the layout, which only one calibration has."""
         return self.model, self.num_layers, self.width, self.element
 
+    def is_of(self, model: ChunksModel, shape: LayerShape, num_layers: int) -> bool:
+        """Whether chunks of this model with these layers are encoded as the measured ones were: they are whole, or one
+        rank's part of its heads and layers, or they have all layers one after the other as rows of one.
+        """
+        if self.model != model.name or self.element is not shape.element:
+            return False
+        if model.joins_layers:
+            is_in_groups = shape.tokens % (self.num_layers * GROUP_MAX) == 0
+            return num_layers == 1 and self.width == shape.width and is_in_groups
+        tp_size, pp_size = model.ranks
+        part, rest = divmod(self.width, shape.width)
+        is_rank = not rest and part > 0 and tp_size % part == 0 and group_of(shape.width) <= group_of(self.width)
+        least = self.num_layers // pp_size
+        return is_rank and num_layers in ((least, least + 1) if self.num_layers % pp_size else (least,))
+
     def loss(self, shape: LayerShape, chain: Chain) -> float:
         """The loss of chunks of this shape; infinite where it was not measured."""
         if chain[-1] not in KIVI and shape.tokens > self.chunk_tokens:
@@ -85,11 +102,13 @@ class ToldLoss:
 @dataclass(frozen=True, slots=True)
 class ChunksModel:
     """The model of a reader's chunks, empty where it is not known; and whether the greatest loss of all models counts
-    where it is not calibrated.
+    where it is not calibrated. A chunk is one rank's of `ranks`; with `joins_layers` all layers are rows of one.
     """
 
     name: str = ""
     takes_worst: bool = False
+    ranks: RankCounts = ONE_RANK
+    joins_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,15 +126,17 @@ class LossTable:
     def model_of(self, bucket: str, keys: Sequence[str]) -> ChunksModel:
         """The model of a bucket's chunks with these keys."""
         named, of_bucket = model_of_all(keys), self.bucket_models.get(bucket, "")
-        if of_bucket == WORST:
-            return ChunksModel(named or "", takes_worst=True)
-        return ChunksModel("" if named is None else named or of_bucket)
+        takes_worst = of_bucket == WORST
+        name = named or "" if takes_worst or named is None else named or of_bucket
+        joins_layers = bool(named) and keys[0].startswith(f"{LMCACHE_ROOT}/")
+        return ChunksModel(name, takes_worst, rank_counts_of(keys) if name else ONE_RANK, joins_layers)
 
     def told(self, model: ChunksModel, shape: LayerShape, num_layers: int, chain: Chain) -> ToldLoss:
         """The loss of a chunk of this model whose present form came by `chain`."""
         form = shortest(chain)
         found = self._found(model, shape, num_layers)
-        if found is not None and math.isfinite(kl := found.loss(shape, form)):
+        is_in_groups = not model.joins_layers or form[-1] in KIVI
+        if found is not None and is_in_groups and math.isfinite(kl := found.loss(shape, form)):
             return ToldLoss(kl, LossBasis.CALIBRATED)
         if model.takes_worst:
             worst = max((each.loss(shape, form) for each in self.models), default=math.inf)
@@ -145,8 +166,7 @@ class LossTable:
         )
 
     def _found(self, model: ChunksModel, shape: LayerShape, num_layers: int) -> ModelLosses | None:
-        wanted = (model.name, num_layers, shape.width, shape.element)
-        return next((each for each in self.models if each.layout == wanted), None)
+        return next((each for each in self.models if each.is_of(model, shape, num_layers)), None)
 
 
 def _name(element: Element) -> str:

@@ -153,12 +153,18 @@ def test_real_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.
     make_model(tmp_path / "model", hidden_size=128, layers=2)
     monkeypatch.setattr(real, "FOLDERS", {"tiny": lambda kept: tmp_path / "model"})
     advanced: list[int] = []
-    forms, chains = real.real_rows(("tiny",), 2, 256, 32, advanced.append)
-    assert sum(advanced) == 2 * len(real.CODECS)
-    assert [row["codec"] for row in forms] == ["exact", *(codec.value for codec in real.CODECS)]
-    assert len(chains) == len(real.CHAINS) * len(real.CHUNK_TOKENS)
-    assert all(row["real_max"] <= row["told_max"] * (1 + 1e-6) for row in chains)
-    text = as_markdown(show({"real": forms, "chains": chains, "targets": [], "remarks": []})["real"])
+    found = real.real_rows(("tiny",), 2, 256, 32, advanced.append)
+    assert sum(advanced) == 2 * real.REAL_FORMS
+    codecs = [codec.value for codec in real.CODECS]
+    further = ["kivi8-1>k8v4-1", "kivi8-1>kivi4-1", "k8v4-1>kivi4-1"]
+    assert [row["codec"] for row in found.forms] == ["exact", *codecs, *further]
+    sizes = {row["codec"]: row["bytes"] for row in found.forms}
+    assert all(sizes["kivi3-1"] <= row["bytes"] <= sizes["kivi4-1"] for row in found.ranges)
+    assert [row["codec"] for row in found.ranges][:4] == ["first", "middle", "last", "first and middle"]
+    assert len(found.chains) == len(real.CHAINS) * len(real.CHUNK_TOKENS)
+    assert all(row["real_max"] <= row["told_max"] * (1 + 1e-6) for row in found.chains)
+    shown = {"real": found.forms, "ranges": found.ranges, "chains": found.chains, "targets": [], "remarks": []}
+    text = as_markdown(show(shown)["real"])
     assert "k8v4-1" in text
 
 

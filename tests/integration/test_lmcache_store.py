@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.encoding import decode, encode
 from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
+from storage_server.planning.losses import LossTable, MeasuredLoss, ModelLosses
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack, ucx_for
 from tests.support.waiting import LIMIT_S, eventually
@@ -83,10 +85,24 @@ def test_lookups_say_what_is_worth_loading_where_the_costs_of_computing_are_know
     costly.close()
 
 
+LOSS = MeasuredLoss(0.004, 0.005, 0.0, 0.0)
+CALIBRATION = ModelLosses(
+    "m", 3, 64, Element.BFLOAT16, chunk_tokens=64, forms={(Codec.KIVI4,): LOSS}, texts="", text_count=2, release="1"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", [Lossy.BOUNDED, Lossy.OFF])
+@pytest.mark.parametrize(
+    ("lossy", "max_loss", "comes_encoded"),
+    [
+        (Lossy.BOUNDED, math.inf, True),
+        (Lossy.OFF, math.inf, False),
+        (Lossy.ADAPTIVE, LOSS.kl_high, True),
+        (Lossy.ADAPTIVE, LOSS.kl_high * 0.99, False),
+    ],
+)
 def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
-    tmp_path: Path, transport: str, lossy: Lossy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, transport: str, lossy: Lossy, max_loss: float, comes_encoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole chunk is one layer to the server; what is not KV, or of another format, comes exactly. Memory has room
     for four encoded chunks, and for one exact one.
@@ -100,11 +116,14 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
         from_floats(np.random.default_rng(number).standard_normal(2 * 96 * 64), Element.BFLOAT16, chunk)
     settings = UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 2e9)}, alpha_s=0.001, home_bytes_per_s=1e8)
     with LocalStack(
-        tmp_path, ucx=ucx_for(transport), dram_bytes=4 * 8192 + 4096, theta_bytes=0, compression=settings
-    ) as running:
+        tmp_path, ucx=ucx_for(transport), dram_bytes=4 * 8192 + 4096, theta_bytes=0, compression=settings,
+        losses=LossTable((CALIBRATION,)),
+    ) as running:  # fmt: skip
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         made = ChunkStore(
-            LMCacheOptions(running.url, "chunks", Transport(transport), lossy=lossy, content_class="chat")
+            LMCacheOptions(
+                running.url, "chunks", Transport(transport), lossy=lossy, max_loss=max_loss, content_class="chat"
+            )
         )
         assert made.put(KEYS[:4], [memoryview(chunk) for chunk in exact])
         buffers = [memoryview(bytearray(shape.nbytes)) for _ in range(4)]
@@ -114,8 +133,8 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
             assert made.load(KEYS[:4], buffers, kind) == Loaded(4)
             return made.counters.totals.get("lossy_chunks", 0) == before + 4
 
-        assert eventually(is_encoded, LIMIT_S if lossy is Lossy.BOUNDED else 1) is (lossy is Lossy.BOUNDED)
-        if lossy is Lossy.BOUNDED:
+        assert eventually(is_encoded, LIMIT_S if comes_encoded else 1) is comes_encoded
+        if comes_encoded:
             back = np.empty(shape.nbytes, dtype=np.uint8)
             for chunk, buffer in zip(exact, buffers, strict=True):
                 decode(encode(chunk, shape, Codec.KIVI4), shape, back)

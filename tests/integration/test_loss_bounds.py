@@ -146,6 +146,21 @@ def test_the_model_stands_in_the_keys_of_connectors(tmp_path: Path) -> None:
         assert client.lookup(keys, accept=bounded(DIRECT)) == COUNT
 
 
+HALF_OF = LossTable((replace(OURS, width=2 * SHAPE.width),))
+
+
+def test_a_rank_s_chunks_have_the_calibration_of_the_whole_model(tmp_path: Path) -> None:
+    keys, chunks = kv_chunks(COUNT)
+    keys = [f"kv/{MODEL}/layout/tp1of2-pp0of1/{key}" for key in keys]
+    with serving(tmp_path, HALF_OF) as local, local.client("chunks", "http") as client:
+        client.put_chunks(keys, list(chunks))
+        warm(local, keys)
+        found, forms, _ = fetched(client, keys, bounded(DIRECT))
+        assert np.array_equal(found, np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]))
+        assert forms is not None
+        assert (forms.worst_loss, forms.loss_basis) == (DIRECT, LossBasis.CALIBRATED)
+
+
 def test_the_bound_of_an_access_key_holds_whatever_it_accepts(tmp_path: Path) -> None:
     """Also for a client that sets none, and so is told none; and for lookups of what is stored encoded."""
     keys, chunks = kv_chunks(COUNT)

@@ -1,10 +1,12 @@
-"""The loss of each form on two real models, as `objectcache calibrate quality` measures it, and the errors of chunks
-that are encoded one form after the other, as they are told and as they are.
+"""The loss of each form on two real models, as `objectcache calibrate quality` measures it: of forms that have all
+layers in one codec, of chunks that are encoded one form after the other, and of those with fewer bits in some layers.
+And the errors of chunks that are encoded further, as they are told and as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ from bench.core.experiment import WrongUse
 from bench.paper.compression.gemma import NAME as GEMMA
 from bench.paper.compression.gemma import gemma3
 from nixl_client.lossy import MAX_ERROR
-from objectcache.calibration.form_losses import on_curve
+from objectcache.calibration.form_losses import FormLoss, TextSample, on_curve
 from objectcache.calibration.measured_text import text_of
-from objectcache.calibration.model_quality import form_losses
+from objectcache.calibration.model_quality import form_losses, scored, text_sample
 from objectcache.calibration.probes import Ids, Probe, beginning_of, cut, encoder_of, probes
-from objectcache.calibration.quality import States, prefix_states
+from objectcache.calibration.quality import States, coded, prefix_states
 from objectcache.calibration.real_model import RealModel, load_real_model
+from objectcache.cli.config_compression import DEFAULT_CODECS
 from objectcache.demo.weights import NAME as SMOLLM2
 from objectcache.demo.weights import NoWeightsError, models_folder, smollm2
+from objectcache.kv_codecs.chains import chains_of
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import decode
 from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape
@@ -39,26 +43,64 @@ CHAINS = (
     (Codec.KIVI8, Codec.K8V4, Codec.KIVI4),
 )
 CHUNK_TOKENS = (64, 16)
+FINE, COARSE = Codec.KIVI4, Codec.KIVI3
+PARTS = {0: "first", 1: "middle", 2: "last"}
+"""The thirds of a model's layers."""
+COARSE_PARTS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+REAL_FORMS = len(CODECS) + len(chains_of(DEFAULT_CODECS)) + len(COARSE_PARTS)
+"""Forms of each text, of which `real_rows` tells `advance`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealRows:
+    """Rows of the forms on each model, of those by ranges of layers, and of the errors of chains."""
+
+    forms: list[dict[str, Any]]
+    ranges: list[dict[str, Any]]
+    chains: list[dict[str, Any]]
 
 
 def real_rows(
     models: Sequence[str], texts: int, context_tokens: int, continuation_tokens: int, advance: Callable[[int], None]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the forms on each model, and of the chains. Raises WrongUse where a model cannot be had."""
-    forms: list[dict[str, Any]] = []
-    chains: list[dict[str, Any]] = []
+) -> RealRows:
+    """Measure all of these models. Raises WrongUse where one cannot be had."""
+    found = RealRows([], [], [])
+    further = chains_of(DEFAULT_CODECS)
     for name in models:
         try:
             real = load_real_model(str(FOLDERS[name](models_folder())), "cpu")
         except (NoWeightsError, ImportError) as error:
             raise WrongUse(f"{name}: {error}") from error
         asked = _asked(real, texts, context_tokens, continuation_tokens)
-        losses = form_losses(real, asked, CODECS, advance)
-        curve = on_curve(losses)
-        forms += [{"model": name, **each.row(), "is_on_curve": each.codec in curve} for each in losses]
+        losses = form_losses(real, asked, CODECS, advance, further)
+        curve = on_curve(losses[: 1 + len(CODECS)])
+        found.forms.extend({"model": name, **each.row(), "is_on_curve": each.codec in curve} for each in losses)
+        found.ranges.extend({"model": name, **each.row()} for each in _range_losses(real, asked, advance))
         states = prefix_states(real.model, torch.tensor([asked[0].context]))
-        chains += [{"model": name, **row} for row in _chain_rows(states)]
-    return forms, chains
+        found.chains.extend({"model": name, **row} for row in _chain_rows(states))
+    return found
+
+
+def _range_losses(real: RealModel, asked: Sequence[Probe], advance: Callable[[int], None]) -> Iterator[FormLoss]:
+    """The losses of KV with COARSE in some thirds of the layers and FINE in the others."""
+    samples: dict[tuple[int, ...], list[TextSample]] = {parts: [] for parts in COARSE_PARTS}
+    sizes: dict[tuple[int, ...], float] = {}
+    errors: dict[tuple[int, ...], list[float]] = {parts: [] for parts in COARSE_PARTS}
+    for probe in asked:
+        states = prefix_states(real.model, torch.tensor([probe.context]))
+        exact = scored(real, states, probe)
+        fine, coarse = coded(states, FINE), coded(states, COARSE)
+        for parts in COARSE_PARTS:
+            chosen = [coarse if at * len(PARTS) // len(states) in parts else fine for at in range(len(states))]
+            mixed = [each.states[at] for at, each in enumerate(chosen)]
+            samples[parts].append(text_sample(scored(real, mixed, probe), exact, probe))
+            sizes[parts] = sum(each.encoded_bytes / each.exact_bytes for each in chosen) / len(chosen)
+            errors[parts] += [max(each.errors) for each in chosen]
+            advance(1)
+    for taken, mine in samples.items():
+        name = " and ".join(PARTS[part] for part in taken)
+        worst, mean = max(errors[taken]), sum(errors[taken]) / len(errors[taken])
+        yield FormLoss(name, sizes[taken], worst, mean, tuple(mine))
 
 
 def _asked(real: RealModel, texts: int, context_tokens: int, continuation_tokens: int) -> list[Probe]:

@@ -205,17 +205,17 @@ def _on_device(data: Bytes, settings: CompressionBenchSettings) -> dict[str, Any
 
 
 def _real(settings: CompressionBenchSettings) -> dict[str, Any]:
-    from bench.paper.compression.real import CODECS, FOLDERS, real_rows
+    from bench.paper.compression.real import FOLDERS, REAL_FORMS, real_rows
 
-    with progress_bar(len(FOLDERS) * settings.real_texts * len(CODECS), "real models") as advance:
-        forms, chains = real_rows(
+    with progress_bar(len(FOLDERS) * settings.real_texts * REAL_FORMS, "real models") as advance:
+        found = real_rows(
             tuple(FOLDERS),
             settings.real_texts,
             settings.real_context_tokens,
             settings.real_continuation_tokens,
             advance,
         )
-    return {"real": forms, "chains": chains}
+    return {"real": found.forms, "ranges": found.ranges, "chains": found.chains}
 
 
 def _live(settings: CompressionBenchSettings) -> dict[str, Any]:
@@ -386,6 +386,7 @@ def show(result: Json) -> dict[str, Section]:
         sections["quality"] = (_quality_table(result["quality"]), _measures_table(result["quality"]))
     if "real" in result:
         sections["real"] = _real_section(result["real"])
+        sections["ranges"] = _range_section(result["ranges"])
         sections["chains"] = _chain_section(result["chains"])
     if "engine" in result:
         sections["engine"] = _engine_section(result["engine"])
@@ -413,15 +414,7 @@ def _device_section(result: Json) -> Section:
 
 
 def _real_section(rows: Sequence[Mapping[str, Any]]) -> Section:
-    forms = {
-        "kl": ".5f",
-        "perplexity_over_exact": ".4f",
-        "agreement": ".4f",
-        "recall_change": "+.3f",
-        "recall_right": ".3f",
-    }
-    found = [{**row, **{name: MeanInterval(**row[name]).text(form) for name, form in forms.items()}} for row in rows]
-    found = [{**row, "curve": "yes" if row["is_on_curve"] else "no"} for row in found]
+    found = [{**_as_texts(row), "curve": "yes" if row["is_on_curve"] else "no"} for row in rows]
     return (
         table(
             found, "model = model | form = codec | bytes = bytes:.3 | KL = kl",
@@ -430,6 +423,27 @@ def _real_section(rows: Sequence[Mapping[str, Any]]) -> Section:
             "worst error = worst_error:.3 | on the curve = curve",
         ),
     )  # fmt: skip
+
+
+def _range_section(rows: Sequence[Mapping[str, Any]]) -> Section:
+    return (
+        table(
+            [_as_texts(row) for row in rows], "model = model | 3 bits in which third of the layers = codec",
+            "bytes = bytes:.3 | KL = kl | log-prob of a fact = recall_change",
+        ),
+    )  # fmt: skip
+
+
+def _as_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its intervals as people read them."""
+    forms = {
+        "kl": ".5f",
+        "perplexity_over_exact": ".4f",
+        "agreement": ".4f",
+        "recall_change": "+.3f",
+        "recall_right": ".3f",
+    }
+    return {**row, **{name: MeanInterval(**row[name]).text(form) for name, form in forms.items()}}
 
 
 def _chain_section(rows: Sequence[Mapping[str, Any]]) -> Section:

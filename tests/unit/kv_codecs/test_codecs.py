@@ -85,6 +85,35 @@ def test_more_bits_are_nearer(shape: LayerShape) -> None:
     assert errors[0] < 0.02
 
 
+@pytest.mark.parametrize("codec", KIVI)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_parts_of_ranks_come_back_as_the_whole_does(codec: Codec, ranks: int) -> None:
+    """So what a calibration of the whole model says holds for them (storage_server.planning.losses)."""
+    whole = LayerShape(64, 192, Element.BFLOAT16)
+    part = LayerShape(64, 192 // ranks, Element.BFLOAT16)
+    layer = layer_of(whole).view(np.uint16).reshape(2, whole.tokens, ranks, part.width)
+    found = np.empty_like(layer)
+    for rank in range(ranks):
+        mine = np.ascontiguousarray(layer[:, :, rank]).view(np.uint8).reshape(-1)
+        found[:, :, rank] = decoded(encode(mine, part, codec), part).view(np.uint16).reshape(2, 64, part.width)
+    wanted = decoded(encode(layer.view(np.uint8).reshape(-1), whole, codec), whole)
+    assert np.array_equal(found.view(np.uint8).reshape(-1), wanted)
+
+
+@pytest.mark.parametrize("codec", KIVI)
+def test_layers_one_after_the_other_come_back_as_each_does(codec: Codec) -> None:
+    """As LMCache has them: all keys, then all values."""
+    shape = LayerShape(64, 96, Element.BFLOAT16)
+    layers = [layer_of(shape, seed) for seed in range(3)]
+    joined = LayerShape(3 * shape.tokens, shape.width, shape.element)
+
+    def as_one(rows: list[np.ndarray]) -> np.ndarray:  # type: ignore[type-arg]
+        return np.stack([row.reshape(2, -1) for row in rows], axis=1).reshape(-1)
+
+    wanted = as_one([decoded(encode(layer, shape, codec), shape) for layer in layers])
+    assert np.array_equal(decoded(encode(as_one(layers), joined, codec), joined), wanted)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("codec", "keys", "values"),

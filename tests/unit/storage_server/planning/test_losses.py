@@ -68,6 +68,71 @@ def test_other_models_and_layouts_are_not_calibrated(name: str, shape: LayerShap
     assert re.search(problem, told)
 
 
+def shaped(width: int, tokens: int = 16) -> LayerShape:
+    return LayerShape(tokens, width, Element.BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "layers", "is_calibrated"),
+    [
+        ("tp0of2-pp0of1", shaped(96), 30, True),
+        ("tp1of3-pp0of1", shaped(64), 30, True),
+        ("tp3of6-pp0of1", shaped(64), 30, True),  # three heads on six ranks: each is there twice
+        ("tp1of2-pp0of1", shaped(192), 30, True),  # one head on two ranks
+        ("tp0of1-pp1of2", shaped(192), 15, True),
+        ("tp0of1-pp3of4", shaped(192), 7, True),
+        ("tp0of1-pp0of4", shaped(192), 8, True),
+        ("tp1of2-pp1of2", shaped(96), 15, True),
+        ("tp0of1-pp0of1", shaped(96), 30, False),
+        ("tp0of2-pp0of1", shaped(64), 30, False),
+        ("tp0of2-pp0of1", shaped(384), 30, False),
+        ("tp0of1-pp0of2", shaped(192), 16, False),
+        ("tp0of1-pp0of4", shaped(192), 9, False),
+        ("tp0of0-pp0of1", shaped(192), 15, False),
+        ("ranks", shaped(96), 30, False),
+    ],
+)
+def test_a_rank_s_part_loses_what_all_of_them_do(
+    ranks: str, shape: LayerShape, layers: int, is_calibrated: bool
+) -> None:
+    """The keys say over how many ranks the model is split; the same layout without that is another model's."""
+    keys = [f"kv/small/layout/{ranks}/{hashed}" for hashed in "ab"]
+    told = TABLE.told(TABLE.model_of("other", keys), shape, layers, KIVI4)
+    assert told == (
+        ToldLoss(0.5, LossBasis.CALIBRATED) if is_calibrated else ToldLoss(math.inf, LossBasis.UNCALIBRATED)
+    )
+
+
+def test_keys_of_several_ranks_are_of_a_whole_model() -> None:
+    keys = [f"kv/small/layout/tp{rank}of2-pp0of1/a" for rank in (0, 1)]
+    assert TABLE.model_of("other", keys) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "is_calibrated"),
+    [
+        (shaped(192, 30 * 256), 1, True),
+        (shaped(192, 30 * 32), 1, True),
+        (shaped(192, 30 * 16), 1, False),  # groups of 32 rows would have two layers
+        (shaped(384, 30 * 128), 1, False),
+        (shaped(192, 256), 30, False),
+    ],
+)
+def test_chunks_that_have_all_layers_in_one_lose_what_the_layers_do(
+    shape: LayerShape, layers: int, is_calibrated: bool
+) -> None:
+    mine = TABLE.model_of("other", ["lmcache/small/space/a", "lmcache/small/space/b"])
+    assert mine.joins_layers
+    told = TABLE.told(mine, shape, layers, KIVI4)
+    assert told.basis is (LossBasis.CALIBRATED if is_calibrated else LossBasis.UNCALIBRATED)
+
+
+def test_layers_that_share_one_scale_were_not_measured() -> None:
+    table = LossTable((model("a", 0.5, 2, forms={(Codec.FP8,): MeasuredLoss(0, 0.5, 0, 0)}),))
+    mine = table.model_of("other", ["lmcache/a/space/x"])
+    assert table.told(mine, shaped(192, 64), 1, (Codec.FP8,)).basis is LossBasis.UNCALIBRATED
+
+
 def test_the_model_stands_in_the_keys_or_is_the_bucket_s() -> None:
     table = LossTable(TABLE.models, {"kv": "small", "any": "worst"})
     ours = ["kv/large/x/1", "kv/large/x/2"]
