@@ -181,6 +181,7 @@ DOCUMENTS = tuple(
         "README.md",
         "docs/design/figures.md",
         "docs/design/compression.md",
+        "docs/design/compression-paper.md",
         "docs/design/overlap.md",
     )
 )
@@ -245,6 +246,9 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("histories", "compression-quality", "histories"),
             ("real", "compression-real", "real"),
             ("chains", "compression-real", "chains"),
+            ("ranges", "compression-real", "ranges"),
+            ("live", "compression-live", "live"),
+            ("live-targets", "compression-live", "targets"),
         )
     },
     **{
