@@ -15,7 +15,7 @@ from bench.figures import load
 
 
 def test_every_published_result_has_its_command() -> None:
-    assert set(results.RUNS) == set(load()) | {"compression-live"}, "which docs/design/compression.md calls missing"
+    assert set(results.RUNS) == set(load())
 
 
 def test_a_result_that_was_measured_is_not_measured_again(
