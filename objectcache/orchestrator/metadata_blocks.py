@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from objectcache.orchestrator.metadata_file import MetadataFile
 
@@ -64,25 +65,44 @@ class KnownBlocks:
         rows = self._file.read("SELECT source, batch, sent_at FROM sources")
         return {source: (number, sent_at) for source, number, sent_at in rows}
 
+    def sources(self) -> set[str]:
+        """The names of all sources of which something is written down. SQLite looks each one up, whatever it has."""
+        found = set(self.batches())
+        last = ""
+        while rows := self._file.read("SELECT engine FROM entries WHERE engine > ? ORDER BY engine LIMIT 1", (last,)):
+            last = rows[0][0]
+            found.add(last)
+        return found
+
+    def page(self, source: str, after: bytes = b"") -> list[tuple[bytes, bytes]]:
+        """The next BATCH blocks of a source, behind the one that it names `after`: its own name and ours of each. The
+        time of a page does not grow with the pages before it. Empty behind the last one.
+        """
+        return self._file.read(
+            "SELECT block, prefix FROM entries WHERE engine = ? AND block > ? ORDER BY block LIMIT ?",
+            (source, after, BATCH),
+        )
+
     def all(self, engine: str | None = None) -> Iterator[CacheEntry]:
         """The blocks of one engine, or of all, some thousands at a time."""
-        last: tuple[str, bytes] = (engine or "", b"")
-        while True:
-            rows = self._file.read(
-                "SELECT engine, prefix, block, model, used_at FROM entries WHERE (engine, block) > (?, ?)"
-                + (" AND engine = ?" if engine is not None else "")
-                + " ORDER BY engine, block LIMIT ?",
-                (*last, *(() if engine is None else (engine,)), BATCH),
-            )
-            for name, prefix, block, model, used_at in rows:
-                yield CacheEntry(name, bytes(prefix), bytes(block), model, used_at)
-            if len(rows) < BATCH:
-                return
-            last = rows[-1][0], bytes(rows[-1][2])
+        statement = (
+            "SELECT engine, prefix, block, model, used_at FROM entries WHERE engine = ? AND block > ?"
+            " ORDER BY block LIMIT ?"
+        )
+        for each in sorted(self.sources()) if engine is None else (engine,):
+            last = b""
+            while rows := self._file.read(statement, (each, last, BATCH)):
+                yield from map(_entry, rows)
+                last = rows[-1][2]
 
     def find(self, engine: str, block: bytes) -> CacheEntry | None:
         """One block."""
         rows = self._file.read(
             "SELECT engine, prefix, block, model, used_at FROM entries WHERE engine = ? AND block = ?", (engine, block)
         )
-        return None if not rows else CacheEntry(rows[0][0], bytes(rows[0][1]), bytes(rows[0][2]), *rows[0][3:])
+        return None if not rows else _entry(rows[0])
+
+
+def _entry(row: Sequence[Any]) -> CacheEntry:
+    engine, prefix, block, model, used_at = row
+    return CacheEntry(engine, bytes(prefix), bytes(block), model, used_at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,14 @@ class MetadataError(Exception):
     """The metadata cannot be read or written; the message says why."""
 
 
+class DamagedMetadataError(MetadataError):
+    """A part of the file makes no sense, as after a disk's error; the other parts may be well."""
+
+
 class MetadataFile:
-    """One file. Safe from any thread; calls wait for each other."""
+    """One file. Safe from any thread; calls wait for each other. A call fails with MetadataError, whatever the disk has
+    done, and with sqlite3.IntegrityError where the caller's values contradict those that are there.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Opens or makes the file. Raises MetadataError, OSError."""
@@ -47,6 +53,7 @@ class MetadataFile:
             self._prepare()
         except sqlite3.DatabaseError as error:
             raise MetadataError(f"{self.path}: {error}") from error
+        self._identity = _identity_of(self.path)
 
     def _prepare(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -66,8 +73,8 @@ class MetadataFile:
         try:
             with self._lock:
                 return self._db.execute(statement, values).fetchall()
-        except sqlite3.OperationalError as error:
-            raise MetadataError(f"{self.path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise _failure(error, f"{self.path}: {error}") from error
 
     def write(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """Carry a statement out for each of these values, in one step. Raises MetadataError."""
@@ -76,31 +83,64 @@ class MetadataFile:
 
     def transaction(self) -> _Transaction:
         """Several statements in one step."""
-        return _Transaction(self._db, self._lock)
+        return _Transaction(self._db, self._lock, self.require_same)
+
+    def require_same(self) -> None:
+        """SQLite goes on with a file that somebody has removed, or put another one in the place of: nothing of what it
+        then writes would be there after a restart. Raises MetadataError.
+        """
+        try:
+            is_same = _identity_of(self.path) == self._identity
+        except OSError as error:
+            raise MetadataError(f"{self.path}: {error.strerror}") from error
+        if not is_same:
+            raise MetadataError(f"{self.path} is another file than at the start")
 
 
 class _Transaction:
     """Everything in the block, or nothing of it, is on the disk when the block ends."""
 
-    def __init__(self, db: sqlite3.Connection, lock: threading.Lock) -> None:
+    def __init__(self, db: sqlite3.Connection, lock: threading.Lock, require_same: Callable[[], None]) -> None:
         self._db = db
         self._lock = lock
+        self._require_same = require_same
 
     def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()
         try:
+            self._require_same()
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException as error:
             self._lock.release()
-            if isinstance(error, sqlite3.OperationalError):
-                raise MetadataError(f"the metadata cannot be written: {error}") from error
+            if isinstance(error, sqlite3.DatabaseError):
+                raise _unwritten(error) from error
             raise
         return self._db
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._db.execute("COMMIT" if kind is None else "ROLLBACK")
-        except sqlite3.OperationalError as failure:
-            raise MetadataError(f"the metadata cannot be written: {failure}") from failure
+            if error is None:
+                self._db.execute("COMMIT")
+            elif self._db.in_transaction:  # an error of the disk may have ended it
+                self._db.execute("ROLLBACK")
+        except sqlite3.DatabaseError as failure:
+            raise _unwritten(failure) from failure
         finally:
             self._lock.release()
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.IntegrityError):
+            raise _unwritten(error) from error
+
+
+def _identity_of(path: Path) -> tuple[int, int]:
+    """The device and the inode of a file. Raises OSError."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _unwritten(error: sqlite3.DatabaseError) -> MetadataError:
+    return _failure(error, f"the metadata cannot be written: {error}")
+
+
+def _failure(error: sqlite3.DatabaseError, problem: str) -> MetadataError:
+    """SQLite has one class for errors of the disk, and its base for a file that makes no sense."""
+    return MetadataError(problem) if isinstance(error, sqlite3.OperationalError) else DamagedMetadataError(problem)
