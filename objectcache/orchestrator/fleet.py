@@ -15,7 +15,6 @@ from objectcache.adapters.threads import to_end
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
-from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
 from objectcache.orchestrator.roster import is_needed
 from objectcache.orchestrator.rules.kv_events import KnownBatch
@@ -64,6 +63,7 @@ class Fleet:
         self._following: asyncio.Task[None] | None = None
         self._wanted: Engines | None = None
         """The engines that the registry has, where that was not followed yet."""
+        self._knows_all = registry is None
         self._warnings = RareWarnings(_log)
         self._seeing_out: dict[asyncio.Task[None], Engine] = {}
         """The engines that have left and may still have requests."""
@@ -84,6 +84,8 @@ class Fleet:
                     _log.warning("the engine %s of the metadata does not join: %s", each.label, error)
                     continue
             self.engines[each.label].liveness.drain(is_wanted=is_draining)
+        if self._knows_all:
+            self._writing.forget_others(self.engines)
 
     async def stop(self) -> None:
         """Watch no engine any more."""
@@ -98,22 +100,17 @@ class Fleet:
         not. Raises ValueError, MetadataError.
         """
         settings = engine_settings(document)
-        self._require_free(settings)
+        _require_free(self.engines, settings)
         if self._registry is not None:
             await self._registry.add(settings)
         else:
             await to_end(asyncio.ensure_future(self._registered(settings)))
         return {"name": settings.label, "url": settings.url}
 
-    def _require_free(self, settings: EngineSettings) -> None:
-        for known in self.engines.values():
-            if (known.name == settings.label) != (known.url == settings.url):
-                raise NameTakenError(f"the engine {known.name} has this name, or this URL")
-
     async def _registered(self, settings: EngineSettings) -> None:
         """A new one is written down when it has joined: one for which there is no room must not stop the next start."""
         async with self._changing:
-            self._require_free(settings)
+            _require_free(self.engines, settings)
             known = self.engines.get(settings.label)
             if known is not None:
                 if self._writing is not None:
@@ -176,18 +173,29 @@ class Fleet:
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
 
+    def know_all(self) -> None:
+        """The registry has told all engines that it has. From now on the file forgets what is written down of others:
+        each pod of a rollout has a name of its own, and its blocks would stay on the disk for good.
+        """
+        self._knows_all = True
+        is_followed = self._following is None or self._following.done()  # else it does so at its end
+        if is_followed and self._writing is not None:
+            self._writing.forget_others(self.engines)
+
     async def _follow(self) -> None:
         while self._wanted is not None:
             async with self._changing:
                 engines, self._wanted = self._wanted, None
                 try:
                     await self._join_and_leave(engines)
-                except MetadataError as error:
-                    self._warnings.warn("the engines of the registry cannot join: %.300r", str(error))
+                except Exception as error:  # the next change is to be followed all the same
+                    self._warnings.warn("the engines of the registry are not all followed", error=error)
+        if self._knows_all and self._writing is not None:
+            self._writing.forget_others(self.engines)
 
     async def _join_and_leave(self, engines: Engines) -> None:
         """Join and leave engines as the registry has them. Those of options and of the own file stay. Behind the first
-        one for which there is no room no further one is tried. Raises MetadataError.
+        one for which there is no room no further one is tried.
         """
         for name in self._of_registry - set(engines):
             self._of_registry.discard(name)
@@ -286,3 +294,10 @@ class Fleet:
         self._seeing_out[seeing_out] = engine
         seeing_out.add_done_callback(self._seeing_out.pop)
         return watch
+
+
+def _require_free(engines: Mapping[str, Engine], settings: EngineSettings) -> None:
+    """Raises NameTakenError where another engine has the name or the URL."""
+    for known in engines.values():
+        if (known.name == settings.label) != (known.url == settings.url):
+            raise NameTakenError(f"the engine {known.name} has this name, or this URL")

@@ -119,6 +119,7 @@ class Orchestrator:
         if self._registry is not None:
             orders = self.orders
             await self._registry.start(Followers(self.fleet.follow, orders.follow_pins, orders.follow_quotas))
+            self.fleet.know_all()
 
     async def stop(self) -> None:
         """End everything."""

@@ -12,15 +12,18 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
 from objectcache.orchestrator.metadata_blocks import CacheEntry
-from objectcache.orchestrator.metadata_file import MetadataError
+from objectcache.orchestrator.metadata_file import DamagedMetadataError, MetadataError
+from objectcache.orchestrator.restoring import restored
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -30,14 +33,14 @@ from objectcache.orchestrator.rules.kv_events import (
     name_bytes,
 )
 from objectcache.orchestrator.rules.policies import SESSIONS_MAX, Sessions
-from objectcache.orchestrator.rules.prefix_index import RANKS_MAX, PrefixIndex
-from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import RANK_MARK, EngineSettings, engine_settings, registered
 
 FLUSH_S = 1.0
 WARM_S = 5.0
-"""An engine that joins waits so long for the disk: its blocks there save time, and its requests must not wait for them.
+"""An engine that joins waits so long for the disk in all: its blocks there save time, and its requests must not wait
+for them.
 """
-RESTORED_AT_ONCE = 5000
 FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
 HELD_MAX = 250_000
@@ -62,6 +65,11 @@ class _Changes:
     def count(self) -> int:
         """The blocks that changed."""
         return len(self.added) + len(self.removed)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing is left of the source when these are written."""
+        return self.is_cleared and self.known is None and not self.added
 
     def go_on(self, later: _Changes) -> None:
         """Take those over that came since these could not be written. It takes as long as there are later ones: these
@@ -89,11 +97,12 @@ class Writing:
         """Those that wait to be written, at most SESSIONS_MAX: clients make their names up, and a disk may hang."""
         self._flushing = asyncio.Lock()
         self._flush_began_s = 0.0
-        self._written = set(self.metadata.blocks.batches())
+        self._written = self.metadata.blocks.sources()
         """The sources of which something may be in the file."""
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
         """Calls wait for each other anyway. On a disk that hangs they must not take the threads that probes need."""
+        self._warnings = RareWarnings(_log)
         self.failure_count = 0
         for session, engine in self.metadata.sessions():
             sessions.note(session, engine)
@@ -154,44 +163,46 @@ class Writing:
 
     async def warm(self, engine: str) -> dict[str, KnownBatch]:
         """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
-        that was written down. Where the disk hangs nothing is known, and the file forgets the engine's blocks.
+        that was written down. Where the disk hangs or fails, or has so many that they take WARM_S, nothing is known,
+        and the file forgets the engine's blocks: whoever comes and goes waits for the engine.
         """
         try:
-            known = await self._batches()
-        except TimeoutError:
-            _log.warning("the disk of the metadata does not answer: %.300r joins without its blocks", engine)
-            for source in _of_engine(self._written, engine):
-                self.cleared(source)
-            return {}
-        found = {name: known[name] for name in _of_engine(known, engine)}
-        for at, name in enumerate(list(found)):
-            try:
-                if at >= RANKS_MAX:
-                    raise ValueError(f"more than {RANKS_MAX} ranks")
-                self._index.add_engine(name)
-            except ValueError as error:  # what an engine said of itself keeps no orchestrator from starting
-                _log.warning("the blocks of %s that were written down are forgotten: %s", name, error)
+            async with asyncio.timeout(WARM_S):
+                batches = await self._batches()
+                known = [
+                    name
+                    for name in _of_engine(batches, engine)
+                    if not (name in self._changes and self._changes[name].is_cleared)
+                ]
+                page_of = partial(self._in_thread, self.metadata.blocks.page)
+                found = await restored(self._index, known, page_of)
+        except (TimeoutError, MetadataError) as error:
+            problem = str(error) or f"the disk has not given them in {WARM_S:g} s"
+            self._warnings.warn("%.300r joins without the blocks that were written down: %.300r", engine, problem)
+            for name in self._index.names_of(engine):
+                self._index.clear(name)
+            known, found = _of_engine(self._written, engine), set()
+        for name in known:
+            if name not in found:
                 self.cleared(name)
-                del found[name]
-                continue
-            entries = await self._in_thread(_blocks_of, self.metadata, name)
-            for start in range(0, len(entries), RESTORED_AT_ONCE):
-                part = entries[start : start + RESTORED_AT_ONCE]
-                self._index.restore(name, ((each.block, each.prefix) for each in part))
-                await asyncio.sleep(0)
-        return {name: KnownBatch(*each) for name, each in found.items()}
+        return {name: KnownBatch(*batches[name]) for name in found}
 
     async def _batches(self) -> dict[str, tuple[int, float]]:
-        """For each source the last batch, when all that waits is written. Raises TimeoutError."""
-        hung_s = time.monotonic() - self._flush_began_s if self._flushing.locked() else 0.0
-        if hung_s >= WARM_S:
+        """For each source the last batch, when all that waits is written. Raises TimeoutError, MetadataError."""
+        if self._flushing.locked() and time.monotonic() - self._flush_began_s >= WARM_S:
             raise TimeoutError
         flushing = asyncio.create_task(self.flush())  # to its end: what it has taken to write is nowhere else
-        if not (await asyncio.wait((flushing,), timeout=WARM_S - hung_s))[0]:
-            raise TimeoutError
+        await asyncio.wait((flushing,))
         flushing.result()
-        async with asyncio.timeout(WARM_S):
-            return await self._in_thread(self.metadata.blocks.batches)
+        return await self._in_thread(self.metadata.blocks.batches)
+
+    def forget_others(self, engines: Collection[str]) -> None:
+        """Have the file forget the blocks of all engines but these: each one that is replaced by another would leave
+        its own there for good.
+        """
+        for source in self._written | self._changes.keys():
+            if source.partition(RANK_MARK)[0] not in engines:
+                self.cleared(source)
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -242,12 +253,15 @@ class Writing:
                 return
             self._written |= changes.keys()  # also while it hangs: it may come into the file later
             failed = await self._in_thread(self._write, changes, sessions)
+            self._written.difference_update(
+                source for source, each in changes.items() if each.is_nothing and source not in failed
+            )
             if not failed:
                 self.failure_count = 0
                 return
             self.failure_count += 1
             names = ", ".join(sorted(failed))
-            _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
+            _log.warning("%.300s could not be written, and is tried again: %r", names, next(iter(failed.values())))
             if SESSIONS in failed:
                 later, self._sessions = self._sessions, sessions
                 for session, engine in later.items():
@@ -259,16 +273,7 @@ class Writing:
                 if source in self._changes:
                     kept.go_on(self._changes[source])
                 self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
-            self._give_up_beyond(HELD_ALL_MAX)
-
-    def _give_up_beyond(self, held_max: int) -> None:
-        """Where all sources have more changes, those with most are forgotten."""
-        held = sum(each.count for each in self._changes.values())
-        for source in sorted(self._changes, key=lambda each: self._changes[each].count, reverse=True):
-            if held <= held_max:
-                return
-            held -= self._changes[source].count
-            self._changes[source] = _Changes(is_cleared=True)
+            _give_up_beyond(HELD_ALL_MAX, self._changes)
 
     async def _run(self) -> None:
         while True:
@@ -276,7 +281,7 @@ class Writing:
             flushing = asyncio.create_task(self.flush())
             while not flushing.done():  # on a disk that hangs it may never be
                 await asyncio.wait((flushing,), timeout=FLUSH_S)
-                self._give_up_beyond(HELD_ALL_MAX)
+                _give_up_beyond(HELD_ALL_MAX, self._changes)
             flushing.result()
 
     def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
@@ -298,7 +303,9 @@ class Writing:
             try:
                 self.metadata.blocks.note_source(source, known, added, list(each.removed), is_cleared=each.is_cleared)
             except MetadataError as error:
-                return {**failed, **dict.fromkeys(by_count[at:], error)}
+                if not isinstance(error, DamagedMetadataError):
+                    return {**failed, **dict.fromkeys(by_count[at:], error)}
+                failed[source] = error
             except Exception as error:
                 failed[source] = error
         return failed
@@ -309,5 +316,11 @@ def _of_engine(sources: Iterable[str], engine: str) -> list[str]:
     return [each for each in sources if each == engine or each.startswith(f"{engine}#")]
 
 
-def _blocks_of(metadata: Metadata, source: str) -> list[CacheEntry]:
-    return list(metadata.blocks.all(source))
+def _give_up_beyond(held_max: int, changes: dict[str, _Changes]) -> None:
+    """Where all sources have more changes, those with most are forgotten."""
+    held = sum(each.count for each in changes.values())
+    for source in sorted(changes, key=lambda each: changes[each].count, reverse=True):
+        if held <= held_max:
+            return
+        held -= changes[source].count
+        changes[source] = _Changes(is_cleared=True)

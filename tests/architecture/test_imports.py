@@ -48,7 +48,7 @@ STAGES = {
         "rules", "settings", "simulation", "answers", "body_pieces", "under_way", "receipts", "sayings", "events_feed",
         "engine_calls", "engine_watchers", "engine_blocks", "engine", "roster", "tokenizer", "reading_process",
         "readers", "tokens", "store_lookups", "metadata_file", "metadata_blocks", "metadata",
-        "registry", "writing", "response_cache", "gate",
+        "registry", "restoring", "writing", "response_cache", "gate",
         "relay", "router", "orders", "access", "bodies", "exchange", "passing_on", "dispatch", "meter",
         "token_checks", "waiting_for_engines", "fleet", "prefill", "service", "answering", "administration",
         "pages", "app", "process",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, cast
 
 import aiohttp
@@ -69,11 +70,17 @@ async def test_engines_for_which_there_is_no_room_are_not_tried_one_by_one(fleet
 class HungWriting:
     """The metadata on a disk that hangs."""
 
+    def __init__(self) -> None:
+        self.kept: list[set[str]] = []
+
     async def warm(self, _: str) -> dict[str, KnownBatch]:
         return {}
 
     async def flush(self) -> None:
         await asyncio.Event().wait()
+
+    def forget_others(self, engines: Collection[str]) -> None:
+        self.kept.append(set(engines))
 
 
 async def test_engines_of_the_registry_come_and_go_while_the_disk_hangs(fleet: Fleet) -> None:
@@ -93,4 +100,35 @@ async def test_only_the_latest_state_of_the_registry_is_followed(fleet: Fleet) -
     fleet.follow(engines(3))
     await followed(fleet, 3)
     assert MadeEngine.made_count == 3
+    await fleet.stop()
+
+
+async def test_nothing_written_down_is_forgotten_before_the_registry_has_told_all_engines(fleet: Fleet) -> None:
+    """It tells them some at a time: the blocks of the others are needed when they join."""
+    written = HungWriting()
+    fleet._writing, fleet._knows_all = cast(Writing, written), False
+    fleet.follow(engines(2))
+    await followed(fleet, 2)
+    assert written.kept == []
+    fleet.follow(engines(3))
+    fleet.know_all()
+    await followed(fleet, 3)
+    assert written.kept == [{"e0", "e1", "e2"}]
+    fleet.follow(engines(1))
+    await followed(fleet, 1)
+    assert written.kept[-1] == {"e0"}
+    await fleet.stop()
+
+
+async def test_an_error_that_nobody_knows_does_not_end_the_following_of_the_registry(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = fleet._begin
+    monkeypatch.setattr(fleet, "_begin", lambda *_: 1 / 0)
+    fleet.follow(engines(1))
+    await settled()
+    assert not fleet.engines
+    monkeypatch.setattr(fleet, "_begin", begin)
+    fleet.follow(engines(2))
+    await followed(fleet, 2)
     await fleet.stop()

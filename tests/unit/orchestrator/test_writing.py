@@ -12,7 +12,7 @@ import pytest
 from objectcache.adapters.threads import computed
 from objectcache.orchestrator import writing
 from objectcache.orchestrator.metadata import RegisteredEngine
-from objectcache.orchestrator.metadata_file import MetadataError
+from objectcache.orchestrator.metadata_file import DamagedMetadataError, MetadataError
 from objectcache.orchestrator.rules import prefix_index
 from objectcache.orchestrator.rules.kv_events import (
     Batch,
@@ -212,6 +212,97 @@ async def test_an_engine_joins_without_its_blocks_while_the_disk_hangs(
     await made.flush()
     assert made.metadata.blocks.batches() == {"bad": (0, 1.0), "good": (7, 1.0)}
     assert [each.block for each in made.metadata.blocks.all("good")] == [name_bytes(9)]
+    await made.stop()
+
+
+@pytest.mark.parametrize("call", ["batches", "page"])
+async def test_an_engine_joins_without_its_blocks_where_the_disk_fails(
+    call: str, made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd replaced an engine by another one, which did not join: nobody was served, for good."""
+
+    def fail(*_: Any) -> None:
+        raise MetadataError("disk I/O error")
+
+    note(made, "good", 0, stored(0))
+    await made.flush()
+    monkeypatch.setattr(made.metadata.blocks, call, fail)
+    assert await made.warm("good") == {}
+    monkeypatch.undo()
+    await made.flush()
+    assert made.metadata.blocks.sources() == set()
+    await made.stop()
+
+
+async def test_an_engine_joins_without_its_blocks_where_the_disk_hangs_amid_them(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All engines of etcd that came or went waited for it."""
+    note(made, "good", 0, stored(0))
+    await made.flush()
+    monkeypatch.setattr(writing, "WARM_S", 0.05)
+    goes_on, page, begun = threading.Event(), made.metadata.blocks.page, threading.Event()
+
+    def hang(*arguments: Any) -> list[tuple[bytes, bytes]]:
+        begun.set()
+        goes_on.wait(60)
+        return page(*arguments)
+
+    monkeypatch.setattr(made.metadata.blocks, "page", hang)
+    try:
+        assert await made.warm("good") == {}
+        assert begun.is_set()
+        assert not made._index.held_count("good"), "some of the blocks would be taken for all of them"
+    finally:
+        goes_on.set()
+    await made.stop()
+
+
+async def test_a_source_that_the_disk_has_damaged_keeps_nothing_of_others_from_it(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_source = made.metadata.blocks.note_source
+
+    def fail(source: str, *arguments: Any, **options: Any) -> None:
+        if source == "bad":
+            raise DamagedMetadataError("malformed")
+        note_source(source, *arguments, **options)
+
+    note(made, "bad", 0, stored(0))
+    for number in range(2):
+        note(made, "good", number, stored(number))
+    monkeypatch.setattr(made.metadata.blocks, "note_source", fail)
+    await made.flush()
+    assert set(made.metadata.blocks.batches()) == {"good"}
+    monkeypatch.undo()
+    await made.stop()
+
+
+async def test_the_file_forgets_engines_that_nobody_has_any_more(made: Writing) -> None:
+    """Each pod of a rollout has a name of its own: the blocks of all stayed on the disk for good."""
+    for name in ("good#1", "gone"):
+        made._index.add_engine(name)
+    for name in ("bad", "good", "good#1", "gone"):
+        note(made, name, 0, stored(0))
+    await made.flush()
+    note(made, "gone", 1, stored(1))
+    again = Writing(made.metadata.file.path.parent, PrefixIndex(), Sessions())
+    for each in (made, again):
+        each.forget_others({"bad", "good"})
+        await each.flush()
+        assert each.metadata.blocks.sources() == {"bad", "good", "good#1"} == each._written
+        await each.stop()
+
+
+async def test_an_engine_whose_blocks_are_to_be_forgotten_joins_without_them(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note(made, "good", 0, stored(0))
+    await made.flush()
+    monkeypatch.setattr(made.metadata.blocks, "note_source", lambda *_, **__: 1 / 0)
+    made.forget_others({"bad"})
+    assert await made.warm("good") == {}
+    monkeypatch.undo()
     await made.stop()
 
 
