@@ -16,17 +16,19 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from objectcache.adapters.loop_share import LoopShare
+from objectcache.adapters.threads import computed
 from objectcache.orchestrator.body_pieces import pieces_of
 from objectcache.orchestrator.rules import reading
 from objectcache.orchestrator.rules.forms import form_steps
 from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
-from objectcache.orchestrator.tokenizer import NoTokensError
+from objectcache.orchestrator.tokenizer import NoTokensError, TokenizerFiles
 
 INLINE_BYTES = 1 << 14
 """So much is parsed where it is: it takes some milliseconds at worst."""
@@ -64,7 +66,8 @@ class Readers:
         share: LoopShare | None = None,
     ) -> None:
         self._share = share or LoopShare()
-        self._arguments = [] if tokenizer is None else [str(tokenizer.resolve())]
+        self._folder = tokenizer
+        self._files: TokenizerFiles | None = None
         self._count = count or max(2, min(8, os.cpu_count() or 1))
         self._read_s = read_s
         self._free = asyncio.Semaphore(self._count)
@@ -87,11 +90,12 @@ class Readers:
     @property
     def has_tokenizer(self) -> bool:
         """Whether `tokens` can be called."""
-        return bool(self._arguments)
+        return self._folder is not None
 
     async def start(self) -> None:
         """Start a first process where there are files of a tokenizer. Raises ValueError where they cannot be read."""
-        if self._arguments:
+        if self._folder is not None:
+            self._files = await computed(partial(TokenizerFiles.read, self._folder.absolute()), is_long=True)
             self._idle.append(await self._started(is_first=True))
 
     async def stop(self) -> None:
@@ -259,7 +263,7 @@ class Readers:
         environment = {name: value for name, value in os.environ.items() if name in _KEPT}
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "objectcache.orchestrator.reading_process", *self._arguments),
+                *(sys.executable, "-P", "-m", "objectcache.orchestrator.reading_process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**environment, **_ONE_THREAD, "PYTHONPATH": _PACKAGES},
@@ -273,6 +277,8 @@ class Readers:
         try:
             async with asyncio.timeout(START_S):
                 head, _ = await reader.answer()
+                if self._files is not None:
+                    head, _ = await reader.ask(_packed_files(self._files))
         except BaseException as error:
             self._end(reader)
             if isinstance(error, TimeoutError | OSError | asyncio.IncompleteReadError):
@@ -282,8 +288,14 @@ class Readers:
             self._end(reader)
             if is_first:
                 raise ValueError(head["error"])
-            raise ReadingError(f"a reading process cannot start: {head['error']}", is_busy=True)
+            _log.error("a reading process cannot start: %.300r", head["error"])
+            raise ReadingError("a reading process cannot start", is_busy=True)
         return reader
+
+
+def _packed_files(files: TokenizerFiles) -> list[bytes]:
+    head = {"call": "tokenizer", "name": files.name}
+    return reading.packed(head, (files.tokenizer, files.config, files.template))
 
 
 class _Reader:

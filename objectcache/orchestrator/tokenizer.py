@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from objectcache.adapters.regular_file import read_regular
+
+FILE_BYTES_MAX = 1 << 28
 TEMPLATE_CHARACTERS_MAX = 4 << 20
 PROMPT_CHARACTERS_MAX = 8 << 20
 """A prompt that is made into tokens has no more characters: two million tokens."""
@@ -16,12 +20,36 @@ class NoTokensError(Exception):
     """The tokens of a prompt cannot be had; the request is routed without them."""
 
 
-class LocalTokenizer:
-    """A model's `tokenizer.json`, and its chat template where it has one, from a directory. The template is run in
-    jinja2's sandbox. Raises OSError or ValueError where they cannot be read.
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A model's `tokenizer.json`, and its `tokenizer_config.json` and `chat_template.jinja`, empty where it has none.
+    Processes that begin later use the files as they were at the start: somebody may replace the model meanwhile, and
+    its files are half written for a while, or gone. `name` is the first one's path.
     """
 
-    def __init__(self, folder: Path) -> None:
+    name: str
+    tokenizer: bytes
+    config: bytes = b""
+    template: bytes = b""
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenizerFiles:
+        """Those in a folder, or beside a `tokenizer.json`. Raises ValueError."""
+        file = folder if folder.is_file() else folder / "tokenizer.json"
+        beside = [file.with_name(name) for name in ("tokenizer_config.json", "chat_template.jinja")]
+        try:
+            others = [read_regular(each, FILE_BYTES_MAX) if each.exists() else b"" for each in beside]
+            return cls(str(file), read_regular(file, FILE_BYTES_MAX), *others)
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}") from None
+
+
+class LocalTokenizer:
+    """A model's tokenizer, and its chat template where it has one. The template is run in jinja2's sandbox. Raises
+    ValueError for files that are none.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
         try:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
             from tokenizers import Tokenizer
@@ -30,17 +58,14 @@ class LocalTokenizer:
                 f"a tokenizer needs the package {error.name}: install the extra objectcache[orchestrator]"
             ) from None
 
-        file = folder if folder.is_file() else folder / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self._tokenizer = Tokenizer.from_str(files.tokenizer.decode())
         except Exception as error:  # the library's own errors have no class of their own
-            raise ValueError(f"{file}: {error}") from None
+            raise ValueError(f"{files.name}: {error}") from None
         self._template: Any = None
         self._names: Mapping[str, Any] = {}
-        config_file = file.with_name("tokenizer_config.json")
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        template_file = file.with_name("chat_template.jinja")
-        template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        config = json.loads(files.config) if files.config else {}
+        template = files.template.decode() if files.template else config.get("chat_template")
         if isinstance(template, str) and len(template) <= TEMPLATE_CHARACTERS_MAX:
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)

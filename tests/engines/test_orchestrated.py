@@ -20,7 +20,7 @@ import pytest
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
-from objectcache.orchestrator.tokenizer import LocalTokenizer
+from objectcache.orchestrator.tokenizer import LocalTokenizer, TokenizerFiles
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.multi_models import RANK, make_adapter
 from tests.support.requests import OWNER, s3_client
@@ -257,7 +257,7 @@ def test_a_chat_is_routed_by_the_engines_own_tokens(bed: Bed, tmp_path: Path) ->
     engine = bed.engines[0]
     theirs = engine.post("/tokenize", {"model": MODEL, "messages": messages})["tokens"]
     model = Path(engine.command[engine.command.index("--model") + 1])
-    ours = LocalTokenizer(model).tokens({"messages": messages})
+    ours = LocalTokenizer(TokenizerFiles.read(model)).tokens({"messages": messages})
     assert ours == theirs
     answer = bed.ask("/v1/chat/completions", {"model": MODEL, "messages": messages, "max_tokens": 2})
     told = bed.ask("/_orchestrator/route", {"model": MODEL, "messages": messages})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -158,15 +159,67 @@ async def test_files_that_are_no_tokenizer_are_told_at_the_start(tmp_path: Path)
     await made.stop()
 
 
-async def test_a_small_tokenizer_gives_tokens_from_a_process(tmp_path: Path) -> None:
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """A tokenizer of two words. Its library panics at many x behind each other."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("(x+x+)+y"), "z")
     made.save(str(tmp_path / "tokenizer.json"))
-    async with readers(tokenizer=tmp_path) as reading:
+    return tmp_path
+
+
+async def test_a_small_tokenizer_gives_tokens_from_a_process(tokenizer_folder: Path) -> None:
+    async with readers(tokenizer=tokenizer_folder) as reading:
         tokens = await reading.tokens("", json.dumps({"prompt": "hello world"}).encode())
         assert tokens.tolist() == [1, 2]
         with pytest.raises(NoTokensError, match="characters"):
             await reading.tokens("", json.dumps({"prompt": "hello " * (2 * MIB)}).encode())
         with pytest.raises(NoTokensError, match="chat template"):
             await reading.tokens("", json.dumps({"messages": []}).encode())
+
+
+@pytest.mark.parametrize("becomes", ["gone", "half written", "a FIFO"])
+async def test_the_files_of_a_tokenizer_count_as_they_were_at_the_start(becomes: str, tokenizer_folder: Path) -> None:
+    """Whoever replaced a model had all large bodies refused, also those that need no tokenizer; with a FIFO they waited
+    for minutes.
+    """
+    async with readers(tokenizer=tokenizer_folder, count=1) as made:
+        file = tokenizer_folder / "tokenizer.json"
+        file.unlink()
+        if becomes == "half written":
+            file.write_text('{"version":')
+        elif becomes == "a FIFO":
+            os.mkfifo(file)
+        (child,) = reading_processes()
+        child.kill()
+        assert (await made.read(body(b'"' + b"a" * INLINE_BYTES + b'"'), ORDER)).asked.model == "m"
+        assert (await made.tokens("", json.dumps({"prompt": "hello"}).encode())).tolist() == [1]
+        assert made.started_count == 2
+
+
+async def test_a_fifo_is_no_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    made = Readers(tmp_path)
+    with pytest.raises(ValueError, match="it is no file"):
+        await made.start()
+    await made.stop()
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+async def test_damaged_files_beside_a_tokenizer_are_told_at_the_start(name: str, tokenizer_folder: Path) -> None:
+    (tokenizer_folder / name).write_text("[" * 20_000 if name.endswith("json") else "{% for")
+    made = Readers(tokenizer_folder)
+    with pytest.raises(ValueError, match=r"Recursion|Template"):
+        await made.start()
+    await made.stop()
+
+
+async def test_a_panic_of_a_tokenizers_library_ends_no_process(tokenizer_folder: Path) -> None:
+    """Each such prompt ended two, which had to be started anew."""
+    async with readers(tokenizer=tokenizer_folder) as made:
+        with pytest.raises(NoTokensError, match="Panic"):
+            await made.tokens("", json.dumps({"prompt": "x" * 100}).encode())
+        assert made.started_count == 1
+        assert made.failure_count == 0

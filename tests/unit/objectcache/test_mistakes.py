@@ -15,7 +15,7 @@ from objectcache.adapters.trust import client_context
 from objectcache.cli.config import ConfigError, check_tenants, load_config, load_credentials
 from objectcache.cli.main import run
 from objectcache.orchestrator.settings import engine_settings
-from objectcache.orchestrator.tokenizer import LocalTokenizer
+from objectcache.orchestrator.tokenizer import LocalTokenizer, TokenizerFiles
 
 SECRET = 'secret_key = "0123456789abcdef"'
 FILES = [
@@ -131,10 +131,10 @@ def test_an_engine_is_registered_without_a_path() -> None:
         engine_settings({"url": "http://127.0.0.1:8000/v1"})
 
 
-def test_a_tokenizer_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tokenizer_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"install the extra objectcache\[orchestrator\]"):
-        LocalTokenizer(tmp_path)
+        LocalTokenizer(TokenizerFiles("tokenizer.json", b"{}"))
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000/kv", "https://host/?a=b", "http://host/#x"])

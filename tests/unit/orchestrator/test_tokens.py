@@ -13,7 +13,7 @@ import pytest
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.rules.openai_requests import RequestKind, read_request
-from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
+from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError, TokenizerFiles
 from objectcache.orchestrator.tokens import AT_ONCE_BYTES_MAX, ENTRY_BYTES, TokenCache, Tokens
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_texts_and_chats_become_tokens(folder: Path) -> None:
-    tokenizer = LocalTokenizer(folder)
+    tokenizer = LocalTokenizer(TokenizerFiles.read(folder))
     assert tokenizer.tokens({"prompt": "hello world"}) == [1, 2]
     whole = tokenizer.tokens({"messages": [{"role": "user", "content": "hello"}]})
     parts = tokenizer.tokens({"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]})
@@ -47,14 +47,14 @@ def test_a_template_that_refuses_or_is_missing_gives_no_tokens(folder: Path) -> 
     for template in ("{{ raise_exception('no') }}", "{{ ().__class__.__bases__[0].__subclasses__() }}", "{{ 1 // 0 }}"):
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(NoTokensError):
-            LocalTokenizer(folder).tokens({"messages": messages})
+            LocalTokenizer(TokenizerFiles.read(folder)).tokens({"messages": messages})
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(NoTokensError, match="no chat template"):
-        LocalTokenizer(folder).tokens({"messages": messages})
+        LocalTokenizer(TokenizerFiles.read(folder)).tokens({"messages": messages})
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        LocalTokenizer(folder)
+        LocalTokenizer(TokenizerFiles.read(folder))
 
 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
