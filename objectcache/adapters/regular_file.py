@@ -20,9 +20,3 @@ def read_regular(path: Path, bytes_max: int) -> bytes:
     if len(said) > bytes_max:
         raise OSError(errno.EFBIG, f"it has more than {bytes_max} bytes", str(path))
     return said
-
-
-def require_regular(path: Path) -> None:
-    """Raises OSError for what is no file, also where a link leads to it, and where nothing is there."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no file", str(path))

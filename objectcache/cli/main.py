@@ -56,6 +56,7 @@ from objectcache.cli.log_format import FORMATS, configure_log
 from objectcache.cli.lookup import add_lookup
 from objectcache.cli.orchestrate import add_orchestrator
 from objectcache.cli.remote import printable
+from objectcache.cli.rereading import Apply
 from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
@@ -479,7 +480,11 @@ def _rereads_credentials(options: argparse.Namespace, file: Path) -> dict[str, s
 
 
 def _rereads_secrets(secrets: PeerSecrets, file: Path) -> dict[str, serve.Reread]:
-    return {"the peers' secrets": lambda server: secrets.become(load_peer_secrets(file, create=False))}
+    def reread() -> Apply[serve.Server]:
+        fresh = load_peer_secrets(file, create=False)
+        return lambda _: secrets.become(fresh)
+
+    return {"the peers' secrets": reread}
 
 
 def _print_settings(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ from objectcache.adapters.name_lookups import ServerLoop
 from objectcache.adapters.tls_door import CONNECTION_BYTES, TlsDoor
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
+from objectcache.cli.rereading import Apply, Rereading
 from objectcache.cli.workers import Workers, beat
 from storage_server.cache.policies.threshold import told
 from storage_server.delivery.scheduler.settings import SchedulerSettings
@@ -78,10 +79,15 @@ class Tls:
     def context(self) -> ssl.SSLContext:
         """The context of the TLS server. Raises OSError (ssl.SSLError included) when the files cannot be used."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.client_ca)
-        context.load_cert_chain(self.certificate, self.key)
+        context.load_cert_chain(self.certificate, self.key, password=_refuse_encrypted)
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def _refuse_encrypted() -> str:
+    """OpenSSL would ask for the pass phrase on the terminal, and wait."""
+    raise OSError("the key is encrypted: give it without a pass phrase, in a file of mode 0600")
 
 
 def tls_of(certificate: Path | None, key: Path | None, client_ca: Path | None = None) -> Tls | None:
@@ -341,7 +347,8 @@ async def _until_stopped(
         gc.collect()
         note_long_lived()
         # only now, because UCX takes SIGHUP when it starts
-        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereads)
+        rereading = Rereading[Server](server, {**rereads, "the TLS certificate and key": _renewed_tls})
+        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereading)
         print(f"{name} is listening on {server.url}", flush=True)
         if until_stdin_ends:
             beat(loop, sys.stdout.fileno())
@@ -353,20 +360,17 @@ async def _until_stopped(
         await server.close()
 
 
-Reread: TypeAlias = "Callable[[Server], None]"
+Reread: TypeAlias = "Callable[[], Apply[Server]]"
+"""Reads files again, in a thread, and returns what has a server use them."""
 _doors: list[tuple[Tls, TlsDoor]] = []
 """The TLS doors of this process, with the files that their contexts were made from."""
 _rereading: set[asyncio.Task[None]] = set()
 """Tasks that read the members again; the event loop does not hold them."""
 
 
-def _read_anew(server: Server, rereads: Mapping[str, Reread]) -> None:
+def _read_anew(server: Server, rereading: Rereading[Server]) -> None:
     """Read again what may be renewed while the server runs. A file that cannot be used changes nothing."""
-    for what, read in {**rereads, "the TLS certificate and key": _renew_tls}.items():
-        try:
-            read(server)
-        except Exception as error:
-            _log.error("SIGHUP: %s stay as they were: %s", what, error)
+    rereading.again()
     if isinstance(server, Together):
         server.tell_workers(signal.SIGHUP)
     if isinstance(server, StorageServer | GatewayServer) and server.membership is not None:
@@ -375,25 +379,38 @@ def _read_anew(server: Server, rereads: Mapping[str, Reread]) -> None:
         task.add_done_callback(_rereading.discard)
 
 
-def _renew_tls(server: Server) -> None:
+def _renewed_tls() -> Apply[Server]:
     """New connections get what the files have now: a context that was changed would go on to have its old key beside a
     new one of another kind. Raises OSError.
     """
-    for tls, door in _doors:
-        fresh = tls.context()
-        if tls.client_ca is not None and fresh.get_ca_certs(True) != door.context.get_ca_certs(True):
-            raise OSError(f"{tls.client_ca} has other certificates: start anew, so that those before count no more")
-        door.context = fresh
+    renewed = [(door, _fresh(tls, door.context)) for tls, door in _doors]
+
+    def renew(_: Server) -> None:
+        for door, context in renewed:
+            door.context = context
+
+    return renew
+
+
+def _fresh(tls: Tls, before: ssl.SSLContext) -> ssl.SSLContext:
+    context = tls.context()
+    if tls.client_ca is not None and context.get_ca_certs(True) != before.get_ca_certs(True):
+        raise OSError(f"{tls.client_ca} has other certificates: start anew, so that those before count no more")
+    return context
 
 
 def reconfigured(read: Callable[[], SchedulerSettings]) -> Reread:
     """Have the scheduler of a server use the settings that are read."""
 
-    def reread(server: Server) -> None:
-        if isinstance(server, Together | StorageServer):
-            settings = read()
-            server.storage.pipeline.link.reconfigure(settings)
-            _log.info("the scheduler uses %s", settings)
+    def reread() -> Apply[Server]:
+        settings = read()
+
+        def apply(server: Server) -> None:
+            if isinstance(server, Together | StorageServer):
+                server.storage.pipeline.link.reconfigure(settings)
+                _log.info("the scheduler uses %s", settings)
+
+        return apply
 
     return reread
 
@@ -401,9 +418,14 @@ def reconfigured(read: Callable[[], SchedulerSettings]) -> Reread:
 def recredited(read: Callable[[], Sequence[Credential]]) -> Reread:
     """Have a gateway know the credentials that are read, and no others."""
 
-    def reread(server: Server) -> None:
-        if isinstance(server, Together | GatewayServer):
-            server.credentials.become(read())
+    def reread() -> Apply[Server]:
+        credentials = read()
+
+        def apply(server: Server) -> None:
+            if isinstance(server, Together | GatewayServer):
+                server.credentials.become(credentials)
+
+        return apply
 
     return reread
 

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from objectcache.cli.config import ConfigError
+from objectcache.cli.serve import tls_of
 from tests.clients.server import tls_server
 from tests.support.certificates import certificate
 from tests.support.memory import MIB, PEAK_BYTES_MAX, measure
@@ -277,3 +279,15 @@ def test_sighup_renews_the_certificate_and_the_credentials(tmp_path: Path, worke
         config.write_text("no TOML")
         process.send_signal(signal.SIGHUP)
         assert is_known(renewed, ("NEWKEY", OWNER[1]))
+
+
+def test_a_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    """OpenSSL asked for it on the terminal, and the server waited."""
+    own, key = certificate(tmp_path, "own")
+    subprocess.run(
+        ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:secret", "-out", f"{key}.encrypted"],
+        check=True,
+        capture_output=True,
+    )
+    with pytest.raises(ConfigError, match="the key is encrypted"):
+        tls_of(Path(own), Path(f"{key}.encrypted"))
