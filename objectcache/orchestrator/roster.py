@@ -44,9 +44,10 @@ class Roster:
         return able[0] if len(able) == 1 and any(each.name != able[0] for each in serving) else ""
 
     def able(self, model: str) -> list[Engine]:
-        """The engines of every role that take requests for the model."""
+        """The engines of every role that take requests for the model, and may be asked about it."""
         now_s = time.monotonic()
-        return [each for each in self._engines.values() if each.liveness.takes_requests(now_s) and each.serves(model)]
+        engines = self._engines.values()
+        return named([each for each in engines if each.liveness.takes_requests(now_s) and each.serves(model)], model)
 
     def has_prefill(self) -> bool:
         """Whether some prefill engine takes requests."""
@@ -100,6 +101,13 @@ def is_needed(engines: Mapping[str, Engine], name: str) -> bool:
         if each is not engine and each.settings.role is not Role.PREFILL and each.liveness.takes_requests(now_s)
     ]
     return not any(_serves_some(other, engine.models) for other in others)
+
+
+def named(engines: list[Engine], model: str) -> list[Engine]:
+    """Those that say that they have the model; all of them where none does. An engine of another kind, which says
+    nothing of its models, would refuse the requests of all, and is least busy then.
+    """
+    return [each for each in engines if model in each.models] or engines
 
 
 def _serves_some(engine: Engine, models: Mapping[str, object]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.roster import named
 from objectcache.orchestrator.rules.admission import most_at_one
 from objectcache.orchestrator.rules.books import Load, SentRequest
 from objectcache.orchestrator.rules.chains import block_hashes, root_hash
@@ -162,6 +163,7 @@ class Router:
             able = []
         elif home is None:
             able = [each for each in able if each.books.active_count < self._most_at_one] or able
+            able = named(able, asked.model)
         if not able and home is not None and home in self._engines:
             raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
         if not able:

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from objectcache.orchestrator.engine import Engine
-from objectcache.orchestrator.roster import Roster, is_needed
+from objectcache.orchestrator.roster import Roster, is_needed, named
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.settings import EngineSettings, Role
 
@@ -78,3 +78,12 @@ def test_a_request_has_an_only_engine_where_others_take_requests_for_other_model
     assert roster.only_engine("base", "a", ["a"]) == ""
     del engines["a"], engines["b"]
     assert roster.only_engine("other", None) == roster.only_engine("other", "c") == ""
+
+
+def test_engines_that_name_no_models_do_not_stand_before_one_that_names_the_model() -> None:
+    """Three that refused every chat, as embedding servers do, were least busy: the fourth was never asked."""
+    others = [engine(name) for name in "abc"]
+    ours = engine("d", "base")
+    assert named([*others, ours], "base") == [ours]
+    assert named([*others, ours], "") == [*others, ours]
+    assert named(others, "base") == others
