@@ -240,6 +240,8 @@ class Admission:
         return started
 
     def _next(self) -> Waiting | None:
+        if len(self._active) >= self.settings.active_max:  # thousands of tenants wait, and many requests end at once
+            return None
         firsts = {
             name: first
             for name, queue in self._queues.items()
