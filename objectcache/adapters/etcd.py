@@ -293,7 +293,10 @@ class Etcd:
         url = f"{endpoint}/v3/auth/authenticate"
         async with self._open().post(url, json=body, allow_redirects=False) as response:
             await _require_good(response)
-            self._token = parsed_answer(await read_whole(response, ANSWER_BYTES_MAX))["token"]
+            token = parsed_answer(await read_whole(response, ANSWER_BYTES_MAX)).get("token")
+            if not isinstance(token, str):
+                raise EtcdError("etcd's answer has no token")
+            self._token = token
 
     def _headers(self) -> dict[str, str]:
         return {} if self._token is None else {"authorization": self._token}
@@ -345,6 +348,8 @@ def parsed_answer(text: bytes) -> Any:
         found = json.loads(text)
     except RecursionError:
         raise EtcdError("etcd's answer is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise EtcdError(f"etcd's answer is no UTF-8: {error.reason}") from None
     if not isinstance(found, dict):
         raise EtcdError("etcd's answer is no JSON object")
     return found

@@ -218,25 +218,26 @@ class _Table:
         await self._tell({name: None for name in self._digests if name not in values} | values)
 
     async def _watch(self) -> None:
+        """Follow until cancelled, whatever etcd answers."""
         failures = 0
+        is_current = True
         while True:
             try:
+                if not is_current:
+                    await self._read()  # etcd may have been rebuilt, or compacted
+                    is_current = True
                 async for changes in self._etcd.watch(self._prefix, self._revision + 1):
                     failures = 0
                     self._revision = max(self._revision, *(change.revision for change in changes))
                     await self._tell({change.key.removeprefix(self._prefix): change.value for change in changes})
             except EtcdError as error:
-                failures += 1
-                if not isinstance(error, CompactedError):
+                if not isinstance(error, CompactedError) and is_current:
                     _log.warning("what is under %s stays as it was: %.300r", self._prefix, str(error))
-                await asyncio.sleep(back_off_s(failures, PAUSE_S_MIN, PAUSE_S_MAX))
-                try:
-                    await self._read()  # etcd may have been rebuilt, or compacted
-                except EtcdError:
-                    continue
-            except Exception:  # a change that cannot be followed must not end the others
-                _log.exception("following %s", self._prefix)
-                await asyncio.sleep(PAUSE_S_MAX)
+            except Exception as error:  # a change that cannot be followed must not end the others
+                self._warnings.warn("what is under %s cannot be followed", self._prefix, error=error)
+            is_current = False
+            failures += 1
+            await asyncio.sleep(back_off_s(failures, PAUSE_S_MIN, PAUSE_S_MAX))
 
     async def _tell(self, values: Mapping[str, bytes | None]) -> None:
         """Tell of those that have changed."""

@@ -187,8 +187,8 @@ async def test_changes_that_are_too_many_to_be_told_are_read() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"[" * 100_000, b'{"kvs":[' + b"{}," * 10_000 + b"{}]}", b"[" * 10_000, b"[]"],
-    ids=["deep", "many", "less deep", "a list"],
+    [b"[" * 100_000, b'{"kvs":[' + b"{}," * 10_000 + b"{}]}", b"[" * 10_000, b"[]", b'{"a": "\xff"}'],
+    ids=["deep", "many", "less deep", "a list", "no UTF-8"],
 )
 def test_an_answer_of_any_form_is_refused_before_it_costs_much(text: bytes) -> None:
     with pytest.raises((EtcdError, json.JSONDecodeError)):

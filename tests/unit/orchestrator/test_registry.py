@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdRange
+from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdError, EtcdRange
 from objectcache.orchestrator import registry as registry_module
 from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import (
@@ -23,7 +23,7 @@ from objectcache.orchestrator.registry import (
     Followers,
 )
 from objectcache.orchestrator.settings import engine_settings
-from tests.support.waiting import settled
+from tests.support.waiting import settled, until
 
 
 class PlayedEtcd:
@@ -203,3 +203,34 @@ async def test_an_entry_that_others_change_all_the_time_is_an_error() -> None:
     etcd.while_changing = lambda: etcd.set(key, value)
     with pytest.raises(MetadataError, match="all the time"):
         await EtcdRegistry(cast(Etcd, etcd), "kv").drain("e", is_wanted=True)
+
+
+class LostConnection:
+    """A change that does not come."""
+
+    @property
+    def revision(self) -> int:
+        """There is none."""
+        raise EtcdError("the connection is lost")
+
+
+async def test_an_answer_of_etcd_that_nobody_expects_does_not_end_the_following(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It did where it came amid the reading behind a lost connection: no change was followed any more."""
+    monkeypatch.setattr(registry_module, "back_off_s", lambda *_: 0.0)
+    etcd = PlayedEtcd({"kv/pins/1": b'{"engine": "a"}'})
+    async with following(etcd) as (_, told):
+        read, asked_count = etcd.range, 0
+
+        async def senseless(*_: object) -> EtcdRange:
+            nonlocal asked_count
+            asked_count += 1
+            raise UnicodeError("an answer that nobody expects")
+
+        monkeypatch.setattr(etcd, "range", senseless)
+        etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, LostConnection())])
+        await until(lambda: asked_count > 0)
+        monkeypatch.setattr(etcd, "range", read)
+        etcd.set("kv/pins/2", b'{"engine": "b"}')
+        await until(lambda: told.pins[-1] == {"2": {"engine": "b"}})
