@@ -53,6 +53,10 @@ class CompactedError(EtcdError):
     """The revision from which a watch was to begin is no longer kept."""
 
 
+class QuietWatchError(EtcdError):
+    """Nothing came for so long that the watch's host may be gone."""
+
+
 class ManyValuesError(EtcdError):
     """An answer has more values than are parsed."""
 
@@ -219,8 +223,8 @@ class Etcd:
 
     async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[EtcdChange]]:
         """The changes under a prefix from a revision on, as they are made. Raises EtcdError when the connection ends,
-        when nothing comes for `watch_s`, and where etcd is not the cluster of this id; CompactedError; LongAnswerError
-        for more changes at once than are parsed.
+        and where etcd is not the cluster of this id; QuietWatchError when nothing comes for `watch_s`; CompactedError;
+        LongAnswerError for more changes at once than are parsed.
         """
         body = {
             "create_request": {
@@ -250,6 +254,9 @@ class Etcd:
         except _TokenError:
             self._token = None
             raise
+        except aiohttp.SocketTimeoutError as error:
+            self._rotate(endpoint)
+            raise QuietWatchError(f"{endpoint}: nothing for {self._watch_s:g} s") from error
         except _GONE as error:
             self._rotate(endpoint)
             raise EtcdError(f"{endpoint}: {str(error) or type(error).__name__}") from error

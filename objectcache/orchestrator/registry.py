@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from objectcache.adapters.breaker import back_off_s
-from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
+from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError, QuietWatchError
 from objectcache.adapters.etcd_updates import update
 from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.orchestrator.metadata_file import MetadataError
@@ -218,21 +218,24 @@ class _Table:
         await self._tell({name: None for name in self._digests if name not in values} | values)
 
     async def _watch(self) -> None:
-        """Follow until cancelled, whatever etcd answers."""
+        """Follow until cancelled, whatever etcd answers. A watch without a change for long is begun anew."""
         failures = 0
-        is_current = True
+        is_current, is_told = True, False
         while True:
             try:
                 if not is_current:
                     await self._read()  # etcd may have been rebuilt, or compacted
-                    is_current = True
+                    is_current, is_told = True, False
                 async for changes in self._etcd.watch(self._prefix, self._revision + 1):
                     failures = 0
                     self._revision = max(self._revision, *(change.revision for change in changes))
                     await self._tell({change.key.removeprefix(self._prefix): change.value for change in changes})
+            except (CompactedError, QuietWatchError):
+                failures = 0
             except EtcdError as error:
-                if not isinstance(error, CompactedError) and is_current:
+                if not is_told:
                     _log.warning("what is under %s stays as it was: %.300r", self._prefix, str(error))
+                is_told = True
             except Exception as error:  # a change that cannot be followed must not end the others
                 self._warnings.warn("what is under %s cannot be followed", self._prefix, error=error)
             is_current = False

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdError, EtcdRange
+from objectcache.adapters.etcd import Etcd, EtcdChange, EtcdEntry, EtcdError, EtcdRange, QuietWatchError
 from objectcache.orchestrator import registry as registry_module
 from objectcache.orchestrator.metadata_file import MetadataError
 from objectcache.orchestrator.registry import (
@@ -205,13 +205,16 @@ async def test_an_entry_that_others_change_all_the_time_is_an_error() -> None:
         await EtcdRegistry(cast(Etcd, etcd), "kv").drain("e", is_wanted=True)
 
 
-class LostConnection:
+class NoChange:
     """A change that does not come."""
+
+    def __init__(self, error: EtcdError) -> None:
+        self._error = error
 
     @property
     def revision(self) -> int:
         """There is none."""
-        raise EtcdError("the connection is lost")
+        raise self._error
 
 
 async def test_an_answer_of_etcd_that_nobody_expects_does_not_end_the_following(
@@ -229,8 +232,28 @@ async def test_an_answer_of_etcd_that_nobody_expects_does_not_end_the_following(
             raise UnicodeError("an answer that nobody expects")
 
         monkeypatch.setattr(etcd, "range", senseless)
-        etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, LostConnection())])
+        etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, NoChange(EtcdError("lost")))])
         await until(lambda: asked_count > 0)
         monkeypatch.setattr(etcd, "range", read)
         etcd.set("kv/pins/2", b'{"engine": "b"}')
         await until(lambda: told.pins[-1] == {"2": {"engine": "b"}})
+
+
+async def test_a_quiet_etcd_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Each half minute without a change was warned of, and counted, so that later changes were followed 5 s late."""
+    paused: list[int] = []
+    monkeypatch.setattr(registry_module, "back_off_s", lambda failures, *_: paused.append(failures) or 0.0)
+    etcd = PlayedEtcd({})
+    async with following(etcd) as (_, told):
+        for count in range(1, 4):
+            etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, NoChange(QuietWatchError("nothing")))])
+            await until(lambda expected=count: len(paused) == expected)
+            await settled()
+        assert paused == [1, 1, 1]
+        assert not caplog.records
+        etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, NoChange(EtcdError("lost")))])
+        await until(lambda: len(paused) == 4)
+        assert "stays as it was" in caplog.text
+        etcd.set("kv/pins/2", b'{"engine": "b"}')
+        etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, NoChange(QuietWatchError("nothing")))])
+        await until(lambda: bool(told.pins) and told.pins[-1] == {"2": {"engine": "b"}})

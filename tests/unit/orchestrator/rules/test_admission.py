@@ -182,7 +182,7 @@ def test_a_crowd_that_hangs_up_costs_no_search_each(monkeypatch: pytest.MonkeyPa
 
 
 def test_tenants_that_wait_are_looked_at_only_where_a_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand tenants 4,096 requests waited, and hung up together: that stopped the event loop for 0.6 s."""
+    """A crowd of 4,096 requests of a thousand tenants that hung up stopped the event loop for 0.6 s."""
     admission = Admission(AdmissionSettings(1, 4096))
     for index in range(20):
         admission.offer(str(index), Tenant(f"t{index}"), 1)
