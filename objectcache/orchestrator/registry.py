@@ -5,7 +5,8 @@ reached, everything stays as it was.
     PREFIX/pins/BLOCK         {"engine": NAME, "until": Unix seconds or null}
     PREFIX/quotas/TENANT      the tenant's share; the name is quoted as in a URL
 
-All of it is with a majority of etcd when it is answered. Only operators write here: no client can fill etcd.
+All of it is with a majority of etcd when it is answered. Only operators write here: no client can fill etcd. Entries
+that an etcd has lost, since it was rebuilt or restored from a backup, count on.
 """
 
 from __future__ import annotations
@@ -143,8 +144,12 @@ class EtcdRegistry:
             raise MetadataError(f"etcd: {error}") from error
 
     async def _delete(self, name: str) -> None:
+        """Delete an entry. One that etcd has lost is written first: nobody would be told of its end."""
+        key = f"{self._root}/{name}"
         try:
-            await self._etcd.delete(f"{self._root}/{name}")
+            if not await self._etcd.delete(key):
+                await self._etcd.put(key, b"{}")
+                await self._etcd.delete(key)
         except EtcdError as error:
             raise MetadataError(f"etcd: {error}") from error
 
@@ -203,7 +208,9 @@ class _Table:
         self._warnings = warnings
         self._digests: dict[str, bytes] = {}
         """By names: of the values that were told, or do not count."""
-        self._revision = 0
+        self._revision = self._etcd_id = 0
+        self._lost: set[str] = set()
+        """Entries that count on, although etcd has gone back and has them no more."""
         self.task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -212,10 +219,20 @@ class _Table:
         self.task = asyncio.create_task(self._watch())
 
     async def _read(self) -> None:
+        """Read all. An etcd that was rebuilt, or restored from a backup, takes nothing away: nobody has deleted the
+        entries that are missing there, and without its engines nobody would be served.
+        """
         found = await self._etcd.range(self._prefix, ENTRIES_MAX)
         values: dict[str, bytes | None] = {entry.key.removeprefix(self._prefix): entry.value for entry in found.entries}
-        self._revision = found.revision
-        await self._tell({name: None for name in self._digests if name not in values} | values)
+        missing = self._digests.keys() - values.keys() - self._lost
+        if self._etcd_id and (found.cluster_id != self._etcd_id or found.revision < self._revision):
+            self._lost |= missing
+            if missing:
+                problem = "etcd has gone back: %d entries under %s that it has no more count on until they are deleted"
+                _log.warning(problem, len(missing), self._prefix)
+            missing = set()
+        self._revision, self._etcd_id = found.revision, found.cluster_id
+        await self._tell(dict.fromkeys(missing) | values)
 
     async def _watch(self) -> None:
         """Follow until cancelled, whatever etcd answers. A watch without a change for long is begun anew."""
@@ -226,7 +243,7 @@ class _Table:
                 if not is_current:
                     await self._read()  # etcd may have been rebuilt, or compacted
                     is_current, is_told = True, False
-                async for changes in self._etcd.watch(self._prefix, self._revision + 1):
+                async for changes in self._etcd.watch(self._prefix, self._revision + 1, self._etcd_id):
                     failures = 0
                     self._revision = max(self._revision, *(change.revision for change in changes))
                     await self._tell({change.key.removeprefix(self._prefix): change.value for change in changes})
@@ -253,6 +270,7 @@ class _Table:
 
     def _is_new(self, name: str, value: bytes | None) -> bool:
         """Note the value of an entry; whether it has changed, and counts."""
+        self._lost.discard(name)
         if value is None:
             return self._digests.pop(name, None) is not None
         known = self._digests.get(name)

@@ -32,6 +32,7 @@ class PlayedEtcd:
     def __init__(self, entries: Mapping[str, bytes]) -> None:
         self._entries = dict(entries)
         self.revisions = dict.fromkeys(entries, 1)
+        self.etcd_id = self.revision = 1
         self.while_changing: Callable[[], None] = lambda: None
         """Somebody else writes between a reading and a change."""
         self.changes: dict[str, asyncio.Queue[list[EtcdChange]]] = {}
@@ -45,7 +46,7 @@ class PlayedEtcd:
     async def range(self, prefix: str, entries_max: int) -> EtcdRange:
         """The entries of the start."""
         found = [EtcdEntry(key, value, 1) for key, value in self._entries.items() if key.startswith(prefix)]
-        return EtcdRange(1, 1, tuple(found))
+        return EtcdRange(self.etcd_id, self.revision, tuple(found))
 
     async def call(self, _: str, body: Mapping[str, str]) -> Mapping[str, Any]:
         """The entry of one key."""
@@ -80,7 +81,30 @@ class PlayedEtcd:
         """The value of a key."""
         return json.loads(self._entries[key])
 
-    async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[EtcdChange]]:
+    async def put(self, key: str, value: bytes) -> None:
+        """Set a key, and tell of it."""
+        self.set(key, value)
+        self.tell(EtcdChange(key, value, self.revision))
+
+    async def delete(self, key: str) -> bool:
+        """Delete a key, and tell of it, where it is there."""
+        if self._entries.pop(key, None) is None:
+            return False
+        self.tell(EtcdChange(key, None, self.revision))
+        return True
+
+    def tell(self, change: EtcdChange) -> None:
+        """Have those that watch see a change."""
+        self.revision += 1
+        prefix = next(prefix for prefix in self.changes if change.key.startswith(prefix))
+        self.changes[prefix].put_nowait([change])
+
+    def lose(self, *keys: str) -> None:
+        """Have no such entries any more, without a word."""
+        for key in keys:
+            del self._entries[key]
+
+    async def watch(self, prefix: str, revision: int, etcd_id: int) -> AsyncIterator[list[EtcdChange]]:
         """The changes that are put."""
         queue = self.changes[prefix] = asyncio.Queue()
         while True:
@@ -257,3 +281,35 @@ async def test_a_quiet_etcd_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplo
         etcd.set("kv/pins/2", b'{"engine": "b"}')
         etcd.changes["kv/pins/"].put_nowait([cast(EtcdChange, NoChange(QuietWatchError("nothing")))])
         await until(lambda: bool(told.pins) and told.pins[-1] == {"2": {"engine": "b"}})
+
+
+@pytest.mark.parametrize(("etcd_id", "revision"), [(2, 9), (1, 3)], ids=["rebuilt", "an old snapshot"])
+async def test_an_etcd_that_has_gone_back_takes_no_engine_away(
+    etcd_id: int, revision: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that came back empty took all engines from everybody, though each of them was well."""
+    monkeypatch.setattr(registry_module, "back_off_s", lambda *_: 0.0)
+    etcd = PlayedEtcd({f"kv/engines/{name}": json.dumps({"url": f"http://{name}:1"}).encode() for name in "abc"})
+    etcd.revision = 5
+    async with following(etcd) as (registry, told):
+        etcd.etcd_id, etcd.revision = etcd_id, revision
+        etcd.lose("kv/engines/a", "kv/engines/b")
+        for _ in range(2):
+            await read_anew(etcd)
+        assert set(told.engines[-1]) == set("abc")
+        assert caplog.text.count("2 entries under kv/engines/") == 1
+        await registry.remove("a")
+        await until(lambda: set(told.engines[-1]) == set("bc"))
+        await registry.add(engine_settings({"url": "http://b:1", "name": "b"}))
+        await read_anew(etcd)
+        etcd.lose("kv/engines/b")
+        await read_anew(etcd)
+        assert set(told.engines[-1]) == {"c"}, "an entry that is missing later was deleted"
+
+
+async def read_anew(etcd: PlayedEtcd) -> None:
+    """Have the registry read all engines again."""
+    asked = etcd.changes.pop("kv/engines/")
+    asked.put_nowait([cast(EtcdChange, NoChange(QuietWatchError("nothing")))])
+    await until(lambda: "kv/engines/" in etcd.changes)
+    await settled()
