@@ -154,14 +154,17 @@ class EtcdRegistry:
             raise MetadataError(f"etcd: {error}") from error
 
     def _taken(self, changed: Mapping[str, Document | None]) -> Engines:
+        """The engines by now. An entry that cannot be read, since a later release has written it, takes no engine away
+        that is known here: it has the settings of before.
+        """
         self._engines = dict(self._engines)
         for name, document in changed.items():
-            self._engines.pop(name, None)
             if document is None:
+                self._engines.pop(name, None)
                 continue
+            fields = dict(document)
+            is_draining = fields.pop("is_draining", False) is True
             try:
-                fields = dict(document)
-                is_draining = fields.pop("is_draining", False) is True
                 settings = engine_settings({**fields, "name": name})
                 if settings.label != name:
                     raise ValueError("it has another name than its key")
@@ -169,6 +172,8 @@ class EtcdRegistry:
                 self._engines[name] = settings, is_draining
             except ValueError as error:
                 self._warnings.warn("the entry %.300r of etcd is no engine: %.300r", name, str(error))
+                if name in self._engines:
+                    self._engines[name] = self._engines[name][0], is_draining
         return self._engines
 
 

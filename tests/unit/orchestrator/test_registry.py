@@ -229,6 +229,19 @@ async def test_an_entry_that_others_change_all_the_time_is_an_error() -> None:
         await EtcdRegistry(cast(Etcd, etcd), "kv").drain("e", is_wanted=True)
 
 
+async def test_an_entry_of_a_later_release_takes_no_engine_away() -> None:
+    """Its orchestrators registered the engines anew, and those of before had none, for as long as the upgrade took."""
+    etcd = PlayedEtcd({"kv/engines/a": b'{"url": "http://a:1"}'})
+    later = b'{"url": "http://a:2", "of_a_later_release": 1, "is_draining": true}'
+    async with following(etcd) as (_, told):
+        for key in ("kv/engines/a", "kv/engines/b"):
+            await etcd.put(key, later)
+        await until(lambda: len(told.engines) == 3)
+        assert told.engines[-1] == {"a": (engine_settings({"url": "http://a:1", "name": "a"}), True)}
+        await etcd.delete("kv/engines/a")
+        await until(lambda: told.engines[-1] == {})
+
+
 class NoChange:
     """A change that does not come."""
 
