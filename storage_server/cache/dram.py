@@ -225,10 +225,16 @@ class DramTier:
             await self._dropped([*bad, *left])
 
     async def _dropped(self, coming: Sequence[Copy]) -> None:
-        self.keeper.drop(coming)
-        for extent, _ in coming:
-            self.residency.dropped(extent)
-        await self.keeper.forget([key_of(extent) for extent, _ in coming])
+        """Give these up, while no decision is under way: such a decision might admit one of them again, and the policy
+        would forget it afterwards.
+        """
+        if not coming:
+            return
+        async with self._deciding:
+            self.keeper.drop(coming)
+            for extent, _ in coming:
+                self.residency.dropped(extent)
+            await self.keeper.forget([key_of(extent) for extent, _ in coming])
 
 
 def _timed(work: Callable[..., _T], *arguments: object) -> tuple[_T, float]:

@@ -18,6 +18,7 @@ from storage_server.cache.encoding_keeper import EncodingKeeper
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.extent import Extent
 from storage_server.planning.forms import Reading
+from tests.support.waiting import LIMIT_S, settled, until
 
 SHAPE = LayerShape(32, 256, Element.BFLOAT16)
 READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4))
@@ -101,3 +102,52 @@ async def test_the_policy_is_told_of_everything_in_the_thread_of_the_books(
         await use(tier, [extent(number) for number in range(7)])
     assert set(threads) == {"request", "remove", "note_made", "note_error", "note_unencodable"}
     assert set.union(*threads.values()) == {"dram-books"}
+
+
+def held_calls(call: Callable[..., Any], begun: threading.Event, may_end: threading.Event) -> Callable[..., Any]:
+    """The call, which has its result when `begun` is set, and returns it when it may."""
+
+    def called(*arguments: Any) -> Any:
+        found = call(*arguments)
+        begun.set()
+        may_end.wait(LIMIT_S)
+        return found
+
+    return called
+
+
+async def test_a_chunk_that_could_not_be_encoded_leaves_no_memory_behind_that_nobody_knows_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decision takes it exactly while its copy is given up: memory had it, and the policy knew nothing of it."""
+    settings = UtilitySettings(FIGURES, alpha_s=0.0, memory_bytes_per_s=1e6, home_bytes_per_s=1e8)
+    source = KvSource()
+    source.broken.add(extent(0))
+    tier = DramTier(4 * READING.exact_bytes, source, partial(EncodingKeeper, settings=settings))  # type: ignore[arg-type]
+    keeper = tier.keeper
+    assert isinstance(keeper, EncodingKeeper)
+    read_other, may_read, begun, may_end = (threading.Event() for _ in range(4))
+    read = source.read_extent
+
+    def read_extent(one: Extent, view: memoryview, start: int = 0) -> None:
+        if one == extent(1):
+            read_other.set()
+            may_read.wait(LIMIT_S)
+        read(one, view, start)
+
+    monkeypatch.setattr(source, "read_extent", read_extent)
+    async with tier.lent([extent(0), extent(1)], READING):
+        pass
+    await until(read_other.is_set)  # the broken one has failed, and its copy is given up with the other one's end
+    monkeypatch.setattr(keeper._policy, "request", held_calls(keeper._policy.request, begun, may_end))
+    async with tier.lent([extent(0)], READING):
+        pass
+    await until(begun.is_set)
+    may_read.set()
+    await until(lambda: tier.residency.has(extent(1), READING))
+    await settled()
+    may_end.set()
+    while tier._working:
+        await asyncio.wait(list(tier._working))
+    assert tier.residency.used_bytes == keeper.decided_bytes
+    await tier.close()
