@@ -7,6 +7,12 @@ closed ── `failures_max` failures in a row ──▶ open (nobody asks) ─�
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Generic, TypeVar
+
+_Name = TypeVar("_Name", bound=Hashable)
+
 
 def back_off_s(failure_count: int, pause_s_min: float, pause_s_max: float) -> float:
     """The pause after so many failures in a row, 1 or more: `pause_s_min`, and twice as long for each further one."""
@@ -68,3 +74,46 @@ class Breaker:
 
     def _pause_s(self) -> float:
         return back_off_s(self.failure_count - self._failures_max + 1, self._pause_s_min, self._pause_s_max)
+
+
+class Breakers(Generic[_Name]):
+    """Breakers by name, each for a part of what fails: whoever meets no failure has none. The last `kept_max` that
+    failed first are kept.
+    """
+
+    def __init__(self, failures_max: int, pause_s_min: float, pause_s_max: float, kept_max: int) -> None:
+        self._make: Callable[[], Breaker] = partial(Breaker, failures_max, pause_s_min, pause_s_max)
+        self._kept_max = kept_max
+        self._failing: dict[_Name, Breaker] = {}
+
+    def failing(self, name: _Name) -> Breaker | None:
+        """The breaker of a part that has failed since its last success."""
+        return self._failing.get(name)
+
+    def is_open(self, name: _Name, now_s: float) -> bool:
+        """As Breaker."""
+        breaker = self._failing.get(name)
+        return breaker is not None and breaker.is_open(now_s)
+
+    def wait_s(self, name: _Name, now_s: float) -> float:
+        """As Breaker."""
+        breaker = self._failing.get(name)
+        return 0.0 if breaker is None else breaker.wait_s(now_s)
+
+    def succeeded(self, name: _Name) -> None:
+        """As Breaker."""
+        self._failing.pop(name, None)
+
+    def failed(self, name: _Name, now_s: float) -> None:
+        """As Breaker."""
+        breaker = self._failing.get(name)
+        if breaker is None:
+            breaker = self._failing[name] = self._make()
+            if len(self._failing) > self._kept_max:
+                del self._failing[next(iter(self._failing))]
+        breaker.failed(now_s)
+
+    def gave_up(self, name: _Name) -> None:
+        """As Breaker."""
+        if (breaker := self._failing.get(name)) is not None:
+            breaker.gave_up()

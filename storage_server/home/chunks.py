@@ -206,10 +206,9 @@ class UpstreamChunks:
             return [None] * len(keys)
         return found
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether upstream has not answered a lookup of late."""
-        return self._lookups.is_cut_off
+    def is_cut_off(self, bucket: str) -> bool:
+        """Whether upstream has not answered a lookup of CALLER in this bucket of late."""
+        return self._lookups.is_cut_off(bucket)
 
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
         """Upstream may have these no more."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ObjectCacheError, ServerError
-from objectcache.adapters.caller import CallerTurns
+from objectcache.adapters.breaker import Breakers
+from objectcache.adapters.caller import CALLER, CallerTurns
+from objectcache.adapters.rare_warnings import RareWarnings
+from storage_server.home.rules.health import SCOPES_MAX, Scope
 from storage_server.home.service import HomeObjects
 
 ASKS_MAX = 16
@@ -20,22 +22,24 @@ ASKED_MAX = 1_024
 HOME_ANSWERS_S = 1.5
 """A lookup asks upstream for so long, and then answers what it knows: connectors wait for 2 s."""
 CUT_OFF_S = 2.0
-"""Where upstream has not answered, later lookups do not ask it for so long."""
+"""Where upstream has not answered, later lookups of this caller in this bucket do not ask it for so long."""
 _log = logging.getLogger(__name__)
 
 
 class HomeLookups:
-    """Asks `objects`. A home that does not answer is left alone for CUT_OFF_S."""
+    """Asks `objects`. A home that does not answer CALLER about a bucket is asked nothing of that for CUT_OFF_S. Others
+    are not told: the home may be too busy for the bucket alone, or the caller's prefix too long.
+    """
 
     def __init__(self, objects: HomeObjects) -> None:
         self._objects = objects
-        self._cut_off_until_s = -math.inf
+        self._cut_offs = Breakers[Scope](1, CUT_OFF_S, CUT_OFF_S, SCOPES_MAX)
         self._turns = CallerTurns(LOOKUPS_MAX, LOOKUPS_EACH_MAX)
+        self._warnings = RareWarnings(_log)
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the home has not answered of late."""
-        return time.monotonic() < self._cut_off_until_s
+    def is_cut_off(self, bucket: str) -> bool:
+        """Whether the home has not answered CALLER about this bucket of late."""
+        return self._cut_offs.is_open((CALLER.get(), bucket), time.monotonic())
 
     async def count(self, bucket: str, keys: Sequence[str], known: int) -> int:
         """How many leading keys there are, where the first `known` are; so many of them as the home answers for. Where
@@ -43,7 +47,7 @@ class HomeLookups:
         """
         low, high, step, is_bounded = known, len(keys), 1, False
         asked_s = time.monotonic()
-        if known == len(keys) or self.is_cut_off:
+        if known == len(keys) or self.is_cut_off(bucket):
             return known
         try:
             async with asyncio.timeout(HOME_ANSWERS_S):
@@ -56,19 +60,20 @@ class HomeLookups:
                 if not low:
                     await self._objects.require_bucket(bucket)
         except (ServerError, TimeoutError) as error:
-            self._cut_off(error)
+            self._cut_off(bucket, error)
         return low
 
-    def _cut_off(self, error: Exception) -> None:
+    def _cut_off(self, bucket: str, error: Exception) -> None:
         problem = error.message if isinstance(error, ObjectCacheError) else f"no answer in {HOME_ANSWERS_S} s"
-        _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
-        self._cut_off_until_s = time.monotonic() + CUT_OFF_S
+        warning = "for %.0f s a caller's lookups in %.300r count what is cached: upstream does not answer: %.300r"
+        self._warnings.warn(warning, CUT_OFF_S, bucket, problem)
+        self._cut_offs.failed((CALLER.get(), bucket), time.monotonic())
 
     async def each(self, bucket: str, keys: Sequence[str]) -> tuple[list[int], bool]:
         """The positions of the keys that the home says it has, in the time of a lookup, and whether it was asked about
         all of them.
         """
-        if not keys or self.is_cut_off:
+        if not keys or self.is_cut_off(bucket):
             return [], not keys
         there: list[int] = []
         has_turn, answered_count = False, 0
@@ -95,7 +100,7 @@ class HomeLookups:
                     await self._objects.require_bucket(bucket)
         except TimeoutError as error:
             if has_turn and not answered_count:
-                self._cut_off(error)
+                self._cut_off(bucket, error)
             return there, False
         except ServerError as error:
             failures.append(error)
@@ -103,5 +108,5 @@ class HomeLookups:
             if isinstance(failure, CallerError):
                 raise failure
         if failures:
-            self._cut_off(failures[0])
+            self._cut_off(bucket, failures[0])
         return there, not failures and len(keys) <= ASKED_MAX

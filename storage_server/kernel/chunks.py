@@ -48,8 +48,7 @@ class EmbeddedChunks:
         """Look the chunks up in the index; damaged ones are not here."""
         return self._reads.prefixes.resolve(bucket, keys)
 
-    @property
-    def is_cut_off(self) -> bool:
+    def is_cut_off(self, bucket: str) -> bool:
         """Never: the store is the home."""
         return False
 

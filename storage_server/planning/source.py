@@ -74,9 +74,10 @@ class ChunkSource(Protocol):
         checksums may not be there.
         """
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the home of the chunks has not answered of late, so that `matched` counts what is here alone."""
+    def is_cut_off(self, bucket: str) -> bool:
+        """Whether the home of the chunks has not answered CALLER about this bucket of late, so that `matched` counts
+        what is here alone.
+        """
 
     @property
     def generation(self) -> int:

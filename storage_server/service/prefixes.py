@@ -68,7 +68,7 @@ class Prefixes:
             return LookupAnswer(leading_count(present), None, not is_whole, present=present)
         matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
-        is_partial = matched < len(request.chunk_keys) and self._source.is_cut_off
+        is_partial = matched < len(request.chunk_keys) and self._source.is_cut_off(bucket)
         tiers = await self._pipeline.tiers(bucket, request.chunk_keys[:matched], reader) if request.tiers else None
         if request.compute is None:
             return LookupAnswer(matched, None, is_partial, tiers)

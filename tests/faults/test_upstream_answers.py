@@ -31,6 +31,8 @@ ENTRY = (
     b"<Size>1</Size></Contents>"
 )
 
+SCOPE = ("", "bucket")
+"""Of a request that no caller's task makes."""
 LIST = b"<ListBucketResult>%b</ListBucketResult>"
 
 
@@ -101,6 +103,57 @@ async def failed_once(service: Service, upstream: Upstream) -> None:
     service.answer = WELL
 
 
+@pytest.mark.parametrize("answer", [BUSY, BUSY.replace(b"503", b"429"), BUSY.replace(b"503", b"502"), b""])
+async def test_what_a_caller_meets_in_a_bucket_stops_nobody_else(
+    service: Service, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """The service may limit the rate of a bucket, and a proxy fail at an object that a tenant has made."""
+    monkeypatch.setattr(connection, "FAILURES_MAX", 1)
+    made = Upstream(service.settings)
+    await made.start()
+    service.answer, service.hangs_up = answer, not answer
+    CALLER.set("first")
+    with pytest.raises(ServerError):
+        await delete(made)
+    service.answer, service.hangs_up = WELL, False
+    with pytest.raises(ServerError, match="asked again in a while"):
+        await delete(made)
+    await made.call("DeleteObject", Bucket="other", Key="k")
+    CALLER.set("second")
+    await delete(made)
+    assert service.asked_count == 3
+    await made.close()
+
+
+async def test_a_service_that_nobody_can_connect_to_is_left_alone_by_all_and_tried_by_none_of_them(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of ours tries: what a caller asks for may take as long as it likes."""
+    monkeypatch.setattr(connection, "FAILURES_MAX", 1)
+    monkeypatch.setattr(connection, "PAUSE_S_MAX", 0.0)
+    made = Upstream(service.settings)
+    await made.start()
+    asked = made._request
+    targets = list[str]()
+
+    def request(method: str, target: str, *more: Any) -> Any:
+        targets.append(target)
+        return asked(method, target, *more)
+
+    monkeypatch.setattr(made, "_request", request)
+    monkeypatch.setattr(made, "_base", "http://127.0.0.1:1")
+    CALLER.set("first")
+    with pytest.raises(ServerError, match="cannot be reached"):
+        await delete(made)
+    CALLER.set("second")
+    with pytest.raises(ServerError, match="cannot be reached"):
+        await made.call("DeleteObject", Bucket="other", Key="k")
+    monkeypatch.setattr(made, "_base", service.settings.endpoint)
+    await made.call("DeleteObject", Bucket="other", Key="k")
+    assert targets == ["/bucket/k", "/", "/", "/other/k"]
+    await made.close()
+
+
 async def test_a_pause_of_many_digits_is_none(service: Service, upstream: Upstream) -> None:
     await failed_once(service, upstream)
     service.answer = b"HTTP/1.1 503 x\r\nRetry-After: " + b"9" * 5_000 + b"\r\nContent-Length: 0\r\n\r\n"
@@ -139,10 +192,10 @@ async def test_a_key_that_is_refused_here_tells_nothing_of_the_service(service: 
     ):
         with pytest.raises(CallerError):
             await refused()
-    assert upstream.failures_in_a_row == 1
+    assert upstream.health.failure_count(SCOPE) == 1
     assert service.asked_count == 1
     await delete(upstream)
-    assert upstream.failures_in_a_row == 0
+    assert upstream.health.failure_count(SCOPE) == 0
 
 
 async def test_long_answers_are_read_beside_the_event_loop_one_at_a_time(
@@ -291,10 +344,10 @@ async def test_a_body_that_is_cut_off_tells_nothing_of_the_service(service: Serv
     with pytest.raises(ServerError) as refused:
         await upstream.put("bucket", "k", {}, "", SentBody(SlowBody(bytes(1000)), 1000, None))
     assert refused.value.code is ErrorCode.SLOW_DOWN
-    assert upstream.failures_in_a_row == 0
+    assert upstream.health.failure_count(SCOPE) == 0
     with pytest.raises(ServerError):
         await delete(upstream)
-    assert upstream.failures_in_a_row == 1
+    assert upstream.health.failure_count(SCOPE) == 1
 
 
 async def test_long_documents_are_written_in_turns_of_callers(

@@ -52,9 +52,8 @@ class SourceWrapper:
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         return self.source.resolve(bucket, keys)
 
-    @property
-    def is_cut_off(self) -> bool:
-        return self.source.is_cut_off
+    def is_cut_off(self, bucket: str) -> bool:
+        return self.source.is_cut_off(bucket)
 
     @property
     def generation(self) -> int:

@@ -56,10 +56,9 @@ class PlayedDisk:
     def resolve(self, bucket: str, keys: Sequence[str]) -> AsyncGenerator[list[list[Extent] | None], None]:
         return self._source.resolve(bucket, keys)
 
-    @property
-    def is_cut_off(self) -> bool:
+    def is_cut_off(self, bucket: str) -> bool:
         """As the source says."""
-        return self._source.is_cut_off
+        return self._source.is_cut_off(bucket)
 
     @property
     def generation(self) -> int:

@@ -27,7 +27,7 @@ from objectcache.adapters.name_lookups import NameForThreads
 from objectcache.adapters.threads import finished
 from objectcache.adapters.trust import client_context
 from storage_server.home.rules.least_rate import LeastRate
-from storage_server.home.rules.refusals import unreachable
+from storage_server.home.rules.refusals import NoConnectionError, unreachable
 from storage_server.settings import UpstreamSettings
 
 HEAD_BYTES_MAX = 1 << 15
@@ -145,8 +145,8 @@ class BulkReads:
 
 class BulkRead:
     """One request under way. `head` comes first, then `body`, when all of it lies there; both may raise
-    ServerError(SlowDown), also where fewer bytes come than `LeastRate` wants in `window_s`. `end` it before its memory
-    is used for anything else.
+    ServerError(SlowDown), also where fewer bytes come than `LeastRate` wants in `window_s`, and NoConnectionError.
+    `end` it before its memory is used for anything else.
     """
 
     def __init__(
@@ -251,7 +251,10 @@ class BulkRead:
                 return idle, self._asked(idle)
             self._require_wanted()
         self._require_wanted()
-        made = self._reads._connected()
+        try:
+            made = self._reads._connected()
+        except OSError as error:
+            raise NoConnectionError(str(error) or type(error).__name__) from error
         return made, self._asked(made)
 
     def _asked(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:

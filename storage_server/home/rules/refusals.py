@@ -61,8 +61,15 @@ def refusal(status: int, document: bytes, retry_after: str | None = None) -> Obj
     return make_error(code, message or f"the upstream store answered {status}", field=field)
 
 
+class NoConnectionError(ServerError):
+    """Nobody can connect to the service, whatever is asked for."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(ErrorCode.SLOW_DOWN, f"the upstream store cannot be reached: {problem}", retryable=True)
+
+
 def unreachable(problem: str) -> ServerError:
-    """The error when upstream cannot be reached, or breaks off."""
+    """The error when upstream does not answer a request, or breaks off."""
     return ServerError(ErrorCode.SLOW_DOWN, f"the upstream store: {problem}", retryable=True)
 
 

@@ -23,8 +23,7 @@ from yarl import URL
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
-from objectcache.adapters.breaker import Breaker
-from objectcache.adapters.caller import CallerTurns
+from objectcache.adapters.caller import CALLER, CallerTurns
 from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.threads import computed
 from objectcache.adapters.trust import client_context
@@ -32,7 +31,8 @@ from storage_server.home.fetch.bulk_reads import BulkRead, BulkReads, Head, Into
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
 from storage_server.home.rules.headers import etag_of, has_digest, is_md5, require_plain
-from storage_server.home.rules.refusals import is_about, refusal, unreachable
+from storage_server.home.rules.health import Scope, ServiceHealth, scope_of
+from storage_server.home.rules.refusals import NoConnectionError, is_about, refusal, unreachable
 from storage_server.home.s3.answers import BROKEN_OFF, document_of, error_document_of, head_in_time
 from storage_server.home.s3.places import RequestPlaces
 from storage_server.home.s3.sent_body import SentBody, checked_if_small
@@ -77,18 +77,13 @@ class Upstream:
         self._base = settings.endpoint.rstrip("/")
         self._host = urlsplit(self._base).netloc
         self._session: aiohttp.ClientSession | None = None
-        self._breaker = Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
+        self.health = ServiceHealth(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
         self._documents = CallerTurns(1)
         self._places = RequestPlaces(settings.connections_max, settings.uploads_max, settings.read_timeout_s)
         self.failed_count = 0
         """How many requests the service did not answer, or was too busy for."""
-
-    @property
-    def failures_in_a_row(self) -> int:
-        """As the breaker counts them."""
-        return self._breaker.failure_count
 
     async def start(self) -> None:
         """Make the pool of connections; none is opened yet."""
@@ -192,7 +187,7 @@ class Upstream:
                 raise refusal(head.status, head.document, head.headers.get("retry-after"))
             return reading
 
-        reading = await self._tried("GET", None, begun)
+        reading = await self._tried("GET", target, None, begun)
         try:
             yield reading.head.result(), reading.body
         finally:
@@ -241,75 +236,92 @@ class Upstream:
         sent = body if isinstance(body, SentBody) else None
         async with (
             self._places.place(has_body=has_body),
-            await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response,
+            await self._tried(method, target, sent, lambda: self._request(method, target, signed, body)) as response,
         ):
             lower = {name.lower(): value for name, value in response.headers.items()}
             yield ServiceAnswer(response.status, lower, response.content)
 
-    async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
+    async def _tried(self, method: str, target: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
         """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may
-        have been carried out. The breaker is told of every end of a try; so a request that is refused here is refused
+        have been carried out. `health` is told of every end of a try; so a request that is refused here is refused
         before this. A body that was cut off tells it nothing: services refuse one before it has come and hang up, and
         hang up on a sender who lets it wait, which any tenant can bring about.
         """
+        scope = scope_of(CALLER.get(), target)
         for attempt in count(1):
-            await self._require_not_failing(has_body=body is not None)
+            await self._require_not_failing(scope, has_body=body is not None)
             try:
                 answered = await send()
             except ObjectCacheError as error:
                 if body is not None and body.failure is not None:
-                    self._breaker.gave_up()
+                    self.health.gave_up(scope)
                     raise
-                if not isinstance(error, ServerError) or not error.retryable:
-                    self._breaker.succeeded()
-                    raise
-                self.failed_count += 1
-                if body is not None and body.was_cut:
-                    self._breaker.gave_up()
+                is_passing = isinstance(error, ServerError) and error.retryable
+                self.failed_count += is_passing
+                if is_passing and body is not None and body.was_cut:
+                    self.health.gave_up(scope)
                 else:
-                    self._note_failure(error)
-                if method not in _READS or attempt == ATTEMPTS_MAX:
+                    self.health.failed(scope, error, time.monotonic())
+                if not is_passing or method not in _READS or attempt == ATTEMPTS_MAX:
                     raise
                 await asyncio.sleep(pause_before_next_s(attempt))
                 continue
             except BaseException:
-                self._breaker.gave_up()
+                self.health.gave_up(scope)
                 raise
-            self._breaker.succeeded()
+            self.health.answered(scope)
             return answered
         raise AssertionError("the loop ends by itself")
 
-    async def _require_not_failing(self, *, has_body: bool) -> None:
-        """After a pause a request tries whether the service is well, and others wait. A body may take as long to come
-        as its sender likes, so that a request of ours tries in its place.
+    async def _require_not_failing(self, scope: Scope, *, has_body: bool) -> None:
+        """After a pause one request tries whether the service is well, and others wait. Who asks decides how long a
+        body takes, and what is asked for how long an answer does: so a request of ours tries before them.
         """
-        wait_s = self._breaker.wait_s(time.monotonic())
+        wait_s = self.health.wait_s(scope, time.monotonic())
         if wait_s:
             problem = "the upstream store fails, and is asked again in a while"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=math.ceil(wait_s))
-        if not has_body or not self._breaker.is_trying:
-            return
-        try:
-            async with await self._request("HEAD", "/", self._signed("HEAD", "/", {}, b""), b""):
-                self._breaker.succeeded()
-        except ObjectCacheError as error:
-            if not isinstance(error, ServerError) or not error.retryable:
-                self._breaker.succeeded()
-                return
-            self._note_failure(error)
-            raise
-        except BaseException:
-            self._breaker.gave_up()
-            raise
+        if self.health.has_to_connect:
+            try:
+                await self._connect()
+            except BaseException:
+                self.health.gave_up(scope)
+                raise
+        if has_body and self.health.is_trying(scope):
+            await self._look(scope)
 
-    def _note_failure(self, error: ServerError) -> None:
-        """An answer that is wrong, or that the service failed at, may be about one object, which a tenant can make.
-        Only a service that is busy, or cannot be reached, fails for all.
-        """
-        if error.code is ErrorCode.SLOW_DOWN:
-            self._breaker.failed(time.monotonic())
+    async def _connect(self) -> None:
+        """Try whether the service can be connected to. Raises NoConnectionError."""
+        try:
+            await self._head("/")
+        except NoConnectionError as error:
+            self.health.failed(_OURS, error, time.monotonic())
+            raise
+        except ObjectCacheError:
+            self.health.connected()
+        except BaseException:
+            self.health.gave_up_connecting()
+            raise
         else:
-            self._breaker.succeeded()
+            self.health.connected()
+
+    async def _look(self, scope: Scope) -> None:
+        """Try whether the service answers for a bucket. Raises ServerError."""
+        try:
+            await self._head(f"/{scope[1]}")
+        except ObjectCacheError as error:
+            self.health.failed(scope, error, time.monotonic())
+            if isinstance(error, ServerError) and error.retryable:
+                raise
+        except BaseException:
+            self.health.gave_up(scope)
+            raise
+        else:
+            self.health.answered(scope)
+
+    async def _head(self, target: str) -> None:
+        async with await self._request("HEAD", target, self._signed("HEAD", target, {}, b""), b""):
+            pass
 
     async def _request(
         self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
@@ -330,6 +342,8 @@ class Upstream:
         except aiohttp.ClientResponseError as error:  # of a head that is none, or too large
             problem = f"the upstream store's answer makes no sense: {error.message}"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True) from error
+        except _NOT_CONNECTED as error:
+            raise NoConnectionError(str(error) or type(error).__name__) from error
         except (*BROKEN_OFF, _NoAnswerError) as error:
             if sent is not None and sent.is_under_way:
                 sent.was_cut = True
@@ -388,3 +402,5 @@ _AUTOMATIC = ("Content-Type", "User-Agent", "Accept", "Accept-Encoding")
 _NO_TRAILERS = (ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, ErrorCode.NOT_IMPLEMENTED)
 """Answers of services to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
 _READS = frozenset({"GET", "HEAD"})
+_OURS = scope_of("", "/")
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)

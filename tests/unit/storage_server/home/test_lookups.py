@@ -101,15 +101,32 @@ async def test_a_lookup_counts_what_is_cached_while_the_home_does_not_answer(
     chunks = cached_before(home, cached)
     home.fault = ServerError(ErrorCode.SLOW_DOWN, "it is down", retryable=True)
     assert await chunks.matched("bucket", KEYS) == cached
-    assert chunks.is_cut_off
+    assert chunks.is_cut_off("bucket")
     asked = home.asked
     assert await chunks.matched("bucket", KEYS) == cached
     assert home.asked == asked
     home.fault = None
     now_s += CUT_OFF_S
-    assert not chunks.is_cut_off
+    assert not chunks.is_cut_off("bucket")
     assert await chunks.matched("bucket", KEYS) == 3
-    assert not chunks.is_cut_off
+    assert not chunks.is_cut_off("bucket")
+
+
+async def test_the_home_is_asked_for_another_caller_and_in_another_bucket() -> None:
+    """One tenant's bucket may be one that the home is too busy for, and its prefix may take too many requests."""
+    home = Home(3)
+    chunks = cached_before(home, 2)
+    home.fault = ServerError(ErrorCode.SLOW_DOWN, "too many requests for this bucket", retryable=True)
+    CALLER.set("first")
+    assert await chunks.matched("bucket", KEYS) == 2
+    assert chunks.is_cut_off("bucket")
+    home.fault = None
+    assert await chunks.matched("bucket", KEYS) == 2
+    assert not chunks.is_cut_off("other")
+    assert await chunks.matched("other", KEYS) == 3
+    CALLER.set("second")
+    assert not chunks.is_cut_off("bucket")
+    assert await chunks.matched("bucket", KEYS) == 3
 
 
 async def test_a_home_that_hangs_holds_a_lookup_up_for_a_short_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +135,7 @@ async def test_a_home_that_hangs_holds_a_lookup_up_for_a_short_while(monkeypatch
     home.hangs = True
     chunks = cached_before(home, 2)
     assert await chunks.matched("bucket", KEYS) == 2
-    assert chunks.is_cut_off
+    assert chunks.is_cut_off("bucket")
 
 
 async def test_a_refusal_of_the_home_is_the_answer() -> None:
@@ -234,7 +251,7 @@ async def test_single_lookups_count_what_is_cached_while_the_home_does_not_answe
     home.hangs = True
     chunks = single_lookups(home, 2)
     assert await chunks.present("bucket", KEYS) == ((True, True, False, False), False)
-    assert chunks.is_cut_off
+    assert chunks.is_cut_off("bucket")
     asked = home.asked
     assert await chunks.present("bucket", KEYS) == ((True, True, False, False), False)
     assert home.asked == asked
@@ -274,7 +291,7 @@ async def test_one_callers_lookups_of_single_keys_keep_nobody_from_the_home() ->
     await until(lambda: under_way == home_lookups.LOOKUPS_EACH_MAX * len(KEYS))
     assert await asyncio.create_task(ask("b", "bucket")) == ((True,) * 4, True)
     assert most <= home_lookups.LOOKUPS_MAX * len(KEYS)
-    assert not chunks.is_cut_off
+    assert not chunks.is_cut_off("bucket")
     for task in flood:
         task.cancel()
     await asyncio.wait(flood)
