@@ -1,11 +1,10 @@
-"""Dirty chunks: durable here, and not upstream yet. They are uploaded behind the answer, the oldest first."""
+"""Dirty chunks: durable here, and not upstream yet. They are uploaded behind the answer, in turns of buckets."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from storage_server.home.key_locks import KeyLocks, Name
 from storage_server.home.rules.headers import METADATA_BYTES_MAX, attribute_headers, metadata_bytes
 from storage_server.home.rules.proof import Proof, make_proof
 from storage_server.home.rules.refusals import unreachable
+from storage_server.home.rules.upload_turns import UploadTurns
 from storage_server.home.s3.sent_body import CheckedBody
 from storage_server.home.service import HomeObjects, Sent
 from storage_server.kernel.index import queries, transaction
@@ -92,12 +92,11 @@ class WriteBack:
         self._dirty: dict[Name, Dirty] = {}
         """In the order in which they came: the first is the oldest."""
         self._refused_count = 0
-        self._queue: deque[Name] = deque()
+        self._turns = UploadTurns(max(1, uploads_max - 1), BACK_OFF_MIN_S, BACK_OFF_MAX_S)
         self._queued: set[Name] = set()
-        """Names in the queue, with a timer, or being uploaded: each once, however often it is put."""
+        """Names that have a turn or a timer, or are being uploaded: each once, however often it is put."""
         self._timers: dict[Name, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
-        self._failures = 0
         self._is_paused = False
         self._coming_bytes = 0
         self._known_buckets: set[str] = set()
@@ -266,42 +265,51 @@ class WriteBack:
 
     async def _work(self) -> None:
         while True:
-            while self._is_paused or not self._queue:
+            while self._is_paused or (name := self._turns.take(time.monotonic())) is None:
                 self._wake.clear()
                 await self._wake.wait()
-            name = self._queue.popleft()
-            dirty = self._dirty.get(name)
-            if dirty is None:
-                self._queued.discard(name)
-                await asyncio.sleep(0)  # many may have been deleted
-                continue
+            is_answered = True
             try:
-                async with dirty.lock:
-                    current = self._dirty.get(name)
-                    if current is not None and current.lock is dirty.lock:
-                        await self._send(*name, current)
-            except ObjectCacheError as error:
-                await self._failed(name, error)
-            except Exception as error:
-                _log.exception("uploading %s/%s", *name)
-                await self._failed(name, ServerError(ErrorCode.INTERNAL_ERROR, str(error)))
-            else:
-                self._failures = 0
-                if name in self._dirty:  # put again meanwhile
-                    self._again(name)
-                else:
-                    self._queued.discard(name)
+                is_answered = await self._uploaded(name)
+            finally:
+                pause_s = self._turns.ended(name[0], time.monotonic(), is_answered=is_answered)
+                self._wake.set()  # another one of the bucket may go, also where this worker waits
+                if pause_s is not None:
+                    asyncio.get_running_loop().call_later(pause_s, self._wake.set)
 
-    async def _failed(self, name: Name, error: ObjectCacheError) -> None:
-        """Try again: soon where upstream is busy or gone, after a while where it refuses. Only in the former case the
-        others wait, too.
+    async def _uploaded(self, name: Name) -> bool:
+        """Upload what the name shows, or have that tried again. Returns whether the service has answered."""
+        dirty = self._dirty.get(name)
+        if dirty is None:
+            self._queued.discard(name)
+            await asyncio.sleep(0)  # many may have been deleted
+            return True
+        try:
+            async with dirty.lock:
+                current = self._dirty.get(name)
+                if current is not None and current.lock is dirty.lock:
+                    await self._send(*name, current)
+        except ObjectCacheError as error:
+            return self._failed(name, error)
+        except Exception as error:
+            _log.exception("uploading %s/%s", *name)
+            return self._failed(name, ServerError(ErrorCode.INTERNAL_ERROR, str(error)))
+        if name in self._dirty:  # put again meanwhile
+            self._again(name)
+        else:
+            self._queued.discard(name)
+        return True
+
+    def _failed(self, name: Name, error: ObjectCacheError) -> bool:
+        """Try again: soon where upstream is busy or gone, after a while where it refuses. False in the former case, in
+        which the others of the bucket wait, too.
         """
         is_passing = isinstance(error, ServerError) and error.retryable
         dirty = self._dirty.get(name)
         delay_s = 0.0
         if dirty is not None and is_passing:
             dirty.failure_count += 1
-            delay_s = _back_off_s(dirty.failure_count)
+            delay_s = back_off_s(dirty.failure_count, BACK_OFF_MIN_S, BACK_OFF_MAX_S)
         elif dirty is not None:
             if dirty.problem is None:
                 self._refused_count += 1
@@ -309,13 +317,11 @@ class WriteBack:
             dirty.problem = without_frames(error)
             delay_s = REFUSED_AGAIN_S
         self._timers[name] = asyncio.get_running_loop().call_later(delay_s, self._again, name)
-        if is_passing and error.code is ErrorCode.SLOW_DOWN:
-            self._failures += 1
-            await asyncio.sleep(_back_off_s(self._failures))
+        return not (is_passing and error.code is ErrorCode.SLOW_DOWN)
 
     def _again(self, name: Name) -> None:
         self._timers.pop(name, None)
-        self._queue.append(name)
+        self._turns.add(name)
         self._wake.set()
 
     async def _send(self, bucket: str, key: str, dirty: Dirty) -> None:
@@ -351,10 +357,6 @@ class WriteBack:
         )
         if self._dirty.get(name) is dirty:
             self._drop(name)
-
-
-def _back_off_s(failures: int) -> float:
-    return back_off_s(failures, BACK_OFF_MIN_S, BACK_OFF_MAX_S)
 
 
 async def send_stored(objects: HomeObjects, request: PutRequest, body: StoredBody, proof: Proof) -> Sent:

@@ -509,6 +509,28 @@ def test_a_chunk_that_fails_again_and_again_holds_no_other_up(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_bucket_that_the_service_is_too_busy_for_holds_no_other_one_up(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """The service may limit the rate of a bucket. Its dirty chunks wait alone."""
+    other = bucket[::-1].replace("-", "0")
+    home.call(home.storage.objects.create_bucket(OWNER[0], other))
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        for name in (bucket, other):
+            put(s3, name, "first")
+        assert eventually(lambda: is_clean(running))
+        upstream.choose = lambda asked: Fault.BUSY if asked.path.startswith(f"/{bucket}/") else None
+        for number in range(40):
+            put(s3, bucket, f"of-the-busy-bucket-{number}")
+        put(s3, other, "of-another")
+        assert eventually(lambda: key_of("of-another") in keys(s3_client(home.url, OWNER), other), 20)
+        assert dirty(running).dirty_chunks == 40
+        upstream.choose = lambda _: None
+        assert eventually(lambda: is_clean(running))
+
+
 def test_pages_show_what_is_here_and_what_is_there(home: LocalStack, front: Front, bucket: str) -> None:
     """With and without a delimiter, whatever the size of a page."""
     there = s3_client(home.url, OWNER)

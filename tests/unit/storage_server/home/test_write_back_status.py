@@ -29,7 +29,7 @@ async def test_the_oldest_and_the_refused_are_known_without_a_walk() -> None:
         waiting._note("bucket", ObjectInfo(key, 1, "e", now_s - 1000 + 100 * number), number)
     waiting._dirty = Unwalked(waiting._dirty)
     for _ in range(2):
-        await waiting._failed(("bucket", "b"), CallerError(ErrorCode.ACCESS_DENIED, "no", field="key"))
+        waiting._failed(("bucket", "b"), CallerError(ErrorCode.ACCESS_DENIED, "no", field="key"))
     status = waiting.status
     assert (status.dirty_chunks, status.refused_chunks) == (3, 1)
     assert 900 <= status.oldest_s < 1000
