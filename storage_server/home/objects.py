@@ -71,6 +71,9 @@ class UpstreamObjects(UpstreamBuckets):
         self.counts_tags = False
         """Whether the service has been seen to say how many tags an object has."""
 
+    def require_takes(self, request: PutRequest) -> None:
+        self._upstream.require_addressable(request.bucket, request.key)
+
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         """The object is stored under its key when upstream has all of it. Upstream's ETag is compared with the MD5 of
         what was sent, where it is one. Upstream is not asked what the key shows: that may be another's object by now.

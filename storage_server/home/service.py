@@ -55,6 +55,11 @@ class HomeObjects(ObjectsApi, Protocol):
     def counts_tags(self) -> bool:
         """Whether the home has been seen to say how many tags an object has, so that the tags of a copy are known."""
 
+    def require_takes(self, request: PutRequest) -> None:
+        """Raises CallerError for an object that this home would never take: it must be answered so, also where it is
+        kept elsewhere first.
+        """
+
     async def require_bucket(self, bucket: str) -> None:
         """Raises CallerError(NoSuchBucket)."""
 

@@ -345,6 +345,7 @@ class CachedObjects:
         """
         CALLER.set(access_key)
         check_size(request.nbytes, self._object_bytes_max)
+        self._there.require_takes(request)
         if (
             request.nbytes
             and is_chunk(request.key, request.attributes)

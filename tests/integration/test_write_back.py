@@ -264,6 +264,27 @@ def test_a_chunk_that_upstream_refuses_stays_and_status_says_so(
 
 
 @pytest.mark.slow
+def test_what_could_never_go_upstream_is_refused_and_not_kept(
+    upstream: FaultyUpstream, front: Front, bucket: str, tmp_path: Path
+) -> None:
+    """It was answered as stored, stayed here alone for ever, and could not be deleted."""
+    keys_of = [f"a/../{key_of('up')}", f"./{key_of('here')}", f"a%3F/../{key_of('asked')}"]
+    with front.started() as running:
+        replies = [request(running.url, "PUT", f"/{bucket}/{key}", body=b"bytes") for key in keys_of]
+        assert [(reply.status, reply.code) for reply in replies] == [(400, "InvalidArgument")] * 3
+        assert dirty(running).dirty_chunks == 0
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    settings = UpstreamSettings(f"file://{shared}", write=Write.BACK)
+    with LocalStack(tmp_path / "cache", upstream=settings, dram_bytes=0, shm=False) as running:
+        s3_client(running.url, OWNER).create_bucket(Bucket=bucket)
+        long = {f"x-amz-meta-{'n' * 300}": "v"}
+        for key, headers in ((key_of("long"), long), (f"a%00/{key_of('nul')}", {})):
+            reply = request(running.url, "PUT", f"/{bucket}/{key}", body=b"bytes", headers=headers)
+            assert (reply.status, reply.code) == (400, "InvalidArgument")
+        assert dirty(running).dirty_chunks == 0
+
+
 def test_dirty_chunks_are_not_evicted_and_leave_room_for_others(
     home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
 ) -> None:

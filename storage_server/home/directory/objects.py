@@ -66,8 +66,11 @@ class SharedObjects(SharedBuckets):
         self._files = files
         self._reads = reads
 
-    async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+    def require_takes(self, request: PutRequest) -> None:
         _require_recordable(request.key, request.attributes)
+
+    async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        self.require_takes(request)
         if request.condition != NO_WRITE_CONDITION or self._may_be_elsewhere(request):
             await self._following.read_journals()
         else:

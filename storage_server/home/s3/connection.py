@@ -193,6 +193,10 @@ class Upstream:
         finally:
             await reading.end()
 
+    def require_addressable(self, bucket: str, key: str) -> None:
+        """Raises CallerError(InvalidArgument) for an object that no request could name."""
+        require_plain(_target(bucket, key, ""))
+
     async def prepared(self, body: Body, nbytes: int, algorithm: ChecksumAlgorithm | None) -> SentBody:
         """A caller's body for `put`. Raises the body's own error where it is small and not what its sender says."""
         held = await checked_if_small(body, nbytes, algorithm)
