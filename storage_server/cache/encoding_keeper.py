@@ -12,8 +12,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 from objectcache.adapters.threads import in_parts, let_others_run
@@ -28,8 +29,10 @@ from storage_server.cache.rules.residency import Key, key_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
 from storage_server.planning.forms import Encoded, Reading
 
-RECODE_ATTEMPTS, RECODE_PAUSE_S = 10, 0.02
-"""A chunk that somebody reads is tried again; then it leaves, and comes back at its next use."""
+RECODE_WAITS, RECODE_PAUSE_S = 10, 0.02
+"""So often one decision waits for readers of chunks that it is to encode. Chunks that are read still leave then, and
+come back at their next use: other decisions wait for this one, and a slow reader may have thousands of chunks.
+"""
 SLIDE_BYTES_MAX = 32 << 20
 """Moved in one turn of the event loop: some milliseconds."""
 _T = TypeVar("_T")
@@ -81,16 +84,19 @@ class EncodingKeeper(Keeper):
         return await self._admit(decision, known)
 
     async def _recode(self, decision: TierDecision) -> None:
+        waits = count()
         for key, encoding in decision.recoded.items():
             if self._is_stopped:
                 return
-            if not await self._recoded(key, encoding):
+            if not await self._recoded(key, encoding, waits):
                 self._memory.residency.evict([key])
                 await self.forget([key])
 
-    async def _recoded(self, key: Key, encoding: Encoding) -> bool:
-        """Encode a chunk further in its place."""
+    async def _recoded(self, key: Key, encoding: Encoding, waits: Iterator[int]) -> bool:
+        """Encode a chunk further in its place. `waits` counts the waits for readers."""
         codec, reading = encoding.codec, encoding.reading
+        if not await self._is_unread(key, waits):
+            return False
         place = self._memory.residency.place(key)
         if place is None:
             return False
@@ -111,15 +117,21 @@ class EncodingKeeper(Keeper):
         encoded, data = made
         if before is None:
             self._note(partial(self._policy.note_error, reading, codec, encoded.worst_error))
-        for _ in range(RECODE_ATTEMPTS):
-            if self._memory.residency.place(key) != place:
+        if not await self._is_unread(key, waits) or self._memory.residency.place(key) != place:
+            return False
+        if not self._memory.residency.recode(key, encoded):
+            return False
+        self._memory.view[offset : offset + len(data)] = data
+        self._note(partial(self._policy.note_made, key, encoded))
+        return True
+
+    async def _is_unread(self, key: Key, waits: Iterator[int]) -> bool:
+        """Whether nobody reads a chunk, or somebody has just stopped."""
+        while self._memory.residency.is_read(key):
+            if next(waits) >= RECODE_WAITS:
                 return False
-            if self._memory.residency.recode(key, encoded):
-                self._memory.view[offset : offset + len(data)] = data
-                self._note(partial(self._policy.note_made, key, encoded))
-                return True
             await asyncio.sleep(RECODE_PAUSE_S)
-        return False
+        return True
 
     async def _encoded(
         self, offset: int, before: Encoded | None, reading: Reading, codec: Codec

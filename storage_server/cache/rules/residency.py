@@ -119,6 +119,11 @@ class Residency:
         self._resident[key].pins -= 1
         self._leave_if_free(key)
 
+    def is_read(self, key: Key) -> bool:
+        """Whether somebody reads an extent, or keeps it where it is."""
+        resident = self._resident.get(key)
+        return resident is not None and resident.pins > 0
+
     def place(self, key: Key) -> tuple[int, Encoded | None] | None:
         """Where an extent lies, and its form, None for exact. None where it is not in memory, or is about to leave."""
         resident = self._resident.get(key)

@@ -13,6 +13,7 @@ import pytest
 
 from objectcache.kv_codecs.elements import Element, from_floats
 from objectcache.kv_codecs.layer import Codec, LayerShape
+from storage_server.cache import encoding_keeper
 from storage_server.cache.dram import DramTier
 from storage_server.cache.encoding_keeper import EncodingKeeper
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
@@ -102,6 +103,33 @@ async def test_the_policy_is_told_of_everything_in_the_thread_of_the_books(
         await use(tier, [extent(number) for number in range(7)])
     assert set(threads) == {"request", "remove", "note_made", "note_error", "note_unencodable"}
     assert set.union(*threads.values()) == {"dram-books"}
+
+
+async def test_a_decision_waits_for_all_readers_of_chunks_together_so_often(
+    tier: DramTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited so often for each chunk of a slow reader, and all other decisions waited for it."""
+    monkeypatch.setattr(encoding_keeper, "RECODE_PAUSE_S", 0.0)
+    keeper = tier.keeper
+    assert isinstance(keeper, EncodingKeeper)
+    waits = list[bool]()
+    is_read = tier.residency.is_read
+
+    def noted(key: Any) -> bool:
+        waits.append(is_read(key))
+        return waits[-1]
+
+    monkeypatch.setattr(tier.residency, "is_read", noted)
+    firsts = [extent(number) for number in range(4)]
+    await use(tier, firsts)
+    async with tier.lent(firsts, READING):
+        async with tier.lent([extent(number) for number in range(4, 8)], READING):
+            pass
+        await until(lambda: len(tier._working) == 0)
+    while tier._working:
+        await asyncio.wait(list(tier._working))
+    assert encoding_keeper.RECODE_WAITS < waits.count(True) <= encoding_keeper.RECODE_WAITS + len(firsts)
+    assert tier.residency.used_bytes == keeper.decided_bytes
 
 
 def held_calls(call: Callable[..., Any], begun: threading.Event, may_end: threading.Event) -> Callable[..., Any]:
