@@ -20,6 +20,10 @@ KINDS_MAX, ERRORS_MAX = 1024, 4096
 """Kinds of readers, and errors of codecs in buckets, that are remembered."""
 CHUNK_ERRORS_MAX = 8 * len(Codec)
 """Errors of one chunk that are remembered: those of eight shapes in all codecs."""
+ALL_ERRORS_MAX = 4 * CHUNKS_MAX
+"""Errors of all chunks that are remembered: some 80 MB. A chunk has one for each codec that is too much for a reader,
+and one for a shape in which it has no finite error.
+"""
 ENCODABLE_BYTES_MAX = 256 << 20
 """Larger chunks stay exact, since a chunk is encoded as a whole."""
 Key = tuple[str, int]
@@ -56,8 +60,10 @@ class ReaderForms:
         self._kinds: OrderedDict[Hashable, ReaderKind] = OrderedDict()
         self._known_forms: OrderedDict[Hashable, tuple[Form, ...]] = OrderedDict()
         self._errors: OrderedDict[tuple[str, LayerShape, Codec], float] = OrderedDict()
-        self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], _Cost]] = OrderedDict()
-        """The costs of chunks that were greater than a reader takes."""
+        self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec | None], _Cost]] = OrderedDict()
+        """The costs of chunks that were greater than a reader takes; without a codec those of all codecs."""
+        self._error_count = 0
+        """The entries in all of them."""
 
     def has_errors(self, key: Key) -> bool:
         """Whether a chunk was too much for a reader: others of its content and size are then no guide to it."""
@@ -82,17 +88,19 @@ class ReaderForms:
 
     def note_unencodable(self, key: Key, shape: LayerShape) -> None:
         """Note that a chunk has no finite error in any codec: its elements are no numbers, or too large."""
-        for codec in Codec:
-            self._note(key, shape, codec, _Cost(math.inf))
+        self._note(key, shape, None, _Cost(math.inf))
 
-    def _note(self, key: Key, shape: LayerShape, codec: Codec, cost: _Cost) -> None:
+    def _note(self, key: Key, shape: LayerShape, codec: Codec | None, cost: _Cost) -> None:
         errors = self._chunk_errors.setdefault(key, {})
+        self._error_count -= len(errors)
         errors[shape, codec] = cost
         if len(errors) > CHUNK_ERRORS_MAX:  # whoever reads a chunk says its shape
             del errors[next(iter(errors))]
+        self._error_count += len(errors)
         self._chunk_errors.move_to_end(key)
-        if len(self._chunk_errors) > CHUNKS_MAX:
-            self._chunk_errors.popitem(last=False)
+        while len(self._chunk_errors) > CHUNKS_MAX or self._error_count > ALL_ERRORS_MAX:
+            _, gone = self._chunk_errors.popitem(last=False)
+            self._error_count -= len(gone)
 
     def kind(self, use: ChunkUse, reading: Reading | None) -> ReaderKind:
         """The kind of a reader, the same object for the same forms: exact, and each codec that is known to keep its
@@ -103,7 +111,7 @@ class ReaderForms:
         errors = self._chunk_errors.get(use.key, {})
         codecs = tuple(
             codec
-            for codec in reading.codecs
+            for codec in (() if (reading.shape, None) in errors else reading.codecs)
             if self._is_offered(codec, reading, errors.get((reading.shape, codec), _NO_COST))
         )
         qualities = self._settings.class_qualities.get(use.content_class, {})
@@ -125,7 +133,7 @@ class ReaderForms:
         return _remembered(self._kinds, (*name, reading), made)
 
     def _is_offered(self, codec: Codec, reading: Reading, known: _Cost) -> bool:
-        if codec not in self._settings.codecs or math.isinf(known.worst_error):
+        if codec not in self._settings.codecs:
             return False
         if not reading.bears(reading.loss_of(known.chain or (codec,))):
             return False

@@ -13,9 +13,10 @@ from objectcache.kv_codecs.chains import parse_chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies import memory_policy as policy_module
+from storage_server.cache.policies import reader_forms
 from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.memory_policy import MemoryPolicy
-from storage_server.cache.policies.reader_forms import CHUNK_ERRORS_MAX, ChunkUse
+from storage_server.cache.policies.reader_forms import CHUNK_ERRORS_MAX, ChunkUse, ReaderForms
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.forms import Encoded, LossView, Reading
 from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses
@@ -358,7 +359,20 @@ def test_errors_of_a_chunk_are_remembered_for_a_few_shapes() -> None:
         policy.note_unencodable(("file", 0), shape)
     (errors,) = policy._readers._chunk_errors.values()
     assert len(errors) == CHUNK_ERRORS_MAX
-    assert {shape for shape, _ in errors} == set(shapes[-8:])
+    assert {shape for shape, _ in errors} == set(shapes[-CHUNK_ERRORS_MAX:])
+
+
+def test_errors_of_all_chunks_are_remembered_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is no number in eight shapes and all codecs had 112 of them, and 131,072 such chunks 2.2 GiB."""
+    monkeypatch.setattr(reader_forms, "ALL_ERRORS_MAX", 20)
+    readers = ReaderForms(SETTINGS)
+    shapes = [LayerShape(tokens, 128, Element.BFLOAT16) for tokens in range(1, 9)]
+    for number in range(10):
+        for shape in shapes:
+            readers.note_unencodable((f"file-{number}", 0), shape)
+    counts = {key: len(errors) for key, errors in readers._chunk_errors.items()}
+    assert counts == {("file-8", 0): 8, ("file-9", 0): 8}
+    assert readers._error_count == 16
 
 
 def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_four_loads_do() -> None:
