@@ -15,6 +15,7 @@ from functools import partial
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ListRequest, ReadRequest
 from descriptors.storage_api import SERVER_KEY
+from storage_server.home.rules.refusals import NoConnectionError
 from storage_server.home.service import HomeObjects
 from storage_server.kernel.index import queries, transaction
 from storage_server.kernel.index.reader import IndexReader
@@ -66,9 +67,11 @@ class Revalidation:
             await asyncio.sleep(RETRY_S)
 
     async def compare_all(self) -> None:
-        """Make one pass. A bucket whose list is refused keeps its copies, and holds no other bucket up; its error is
-        raised at the end. Raises ServerError(SlowDown) at once where upstream is busy or gone.
+        """Make one pass. A bucket whose list is refused, or that upstream is too busy for, keeps its copies, and holds
+        no other bucket up; its error is raised at the end, SlowDown before others. Where nobody can connect to
+        upstream, that is raised at once.
         """
+        busy: ObjectCacheError | None = None
         refused: ObjectCacheError | None = None
         after = ""
         while found := await self._index.threaded(partial(queries.buckets, after=after)):
@@ -76,12 +79,15 @@ class Revalidation:
             for bucket in found:
                 try:
                     await self._compare(bucket.name)
+                except NoConnectionError:
+                    raise
                 except ObjectCacheError as error:
                     if error.code is ErrorCode.SLOW_DOWN:
-                        raise
+                        busy = busy or error
                     refused = refused or error
-        if refused is not None:
-            raise refused
+        failed = busy or refused
+        if failed is not None:
+            raise failed
 
     async def forget_others(self, bucket: str, shown: Mapping[str, str | None]) -> None:
         """Remove the copies of these keys whose ETag is not what the key shows."""

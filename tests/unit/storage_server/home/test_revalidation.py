@@ -15,6 +15,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import ByteRange, ListPage, ListRequest, ObjectInfo, ReadHead, ReadRequest
 from storage_server.home import revalidation
 from storage_server.home.revalidation import Revalidation, just_before, stale_keys
+from storage_server.home.rules.refusals import NoConnectionError
 
 
 def test_another_etag_and_an_absent_key_are_stale_as_far_as_was_listed() -> None:
@@ -127,6 +128,46 @@ async def test_a_bucket_whose_list_is_refused_holds_no_other_one_up() -> None:
     with pytest.raises(CallerError, match="not for this account"):
         await Revalidation(Service({}), index, forget).compare_all()  # type: ignore[arg-type]
     assert index.buckets == {"closed": {"a": "1"}, "gone": {}}
+
+
+async def test_a_bucket_that_upstream_is_too_busy_for_holds_no_other_one_up() -> None:
+    """Copies in all buckets behind it stayed as they were for as long."""
+
+    class Busy(Service):
+        async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+            if request.bucket == "busy":
+                raise ServerError(ErrorCode.SLOW_DOWN, "too many requests for this bucket", retryable=True)
+            return await super().list_objects(access_key, request)
+
+    removed: list[tuple[str, dict[str, int]]] = []
+
+    async def forget(bucket: str, versions: dict[str, int]) -> int:
+        removed.append((bucket, versions))
+        return len(versions)
+
+    index: Any = Index({"busy": {"a": "old"}, "closed": {"a": "old"}, "other": {"a": "old"}})
+    service: Any = Busy({"a": "new"})
+    forgetting: Any = forget
+    with pytest.raises(ServerError) as busy:
+        await Revalidation(service, index, forgetting).compare_all()
+    assert busy.value.code is ErrorCode.SLOW_DOWN
+    assert removed == [("other", {"a": 1})]
+
+
+async def test_a_service_that_nobody_can_connect_to_is_asked_about_one_bucket() -> None:
+    asked: list[str] = []
+
+    class Gone(Service):
+        async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+            asked.append(request.bucket)
+            raise NoConnectionError("refused")
+
+    index: Any = Index({"a": {"a": "old"}, "b": {"a": "old"}})
+    service: Any = Gone({})
+    nothing: Any = None
+    with pytest.raises(NoConnectionError):
+        await Revalidation(service, index, nothing).compare_all()
+    assert asked == ["a"]
 
 
 class Circling(Service):
