@@ -103,13 +103,11 @@ class EncodingKeeper(Keeper):
         offset, before = place
         if before is not None and not (goes_on(before.codec, codec) and reading.is_shape_of(before)):
             return False
-        self._memory.residency.hold(key)
         try:
-            made = await self._encoded(offset, before, reading, codec)
+            with self._memory.residency.held(key):
+                made = await self._encoded(offset, before, reading, codec)
         except MemoryError:
             return False
-        finally:
-            self._memory.residency.release(key)
         if made is None:
             if before is None:
                 self._note(partial(self._policy.note_unencodable, key, reading.shape))

@@ -240,19 +240,13 @@ class UpstreamObjects(UpstreamBuckets):
     ) -> ReadHead:
         """The head of an answer. Raises what the request's conditions and range say."""
         self.counts_tags = self.counts_tags or TAGGING_COUNT in headers
-        tags = await self._tags(request, headers, is_sure=is_sure) if with_tags else {}
+        asks = is_sure and not self.counts_tags
+        tags = await _tags_of(self._upstream, request, headers, asks=asks) if with_tags else {}
         head = read_head(request.key, status, headers, tags)
         check_read(request.condition, head.info.etag, head.info.modified_at)
         if request.range is not None:
             resolve_range(request.range, head.info.nbytes)  # some services answer a range of nothing with the whole
         return head
-
-    async def _tags(self, request: ReadRequest, headers: Mapping[str, str], *, is_sure: bool) -> dict[str, str]:
-        """The object's tags. A service that never says how many there are is asked, where the answer must be sure."""
-        count = headers.get(TAGGING_COUNT)
-        if count == "0" or (count is None and (self.counts_tags or not is_sure)):
-            return {}
-        return await self._upstream.ask(_tags_in, "GetObjectTagging", Bucket=request.bucket, Key=request.key)
 
     async def has_object(self, bucket: str, key: str, since_s: float = 0.0) -> bool:
         """Whether there is such an object now. Raises ServerError, CallerError for other refusals."""
@@ -263,6 +257,16 @@ class UpstreamObjects(UpstreamBuckets):
             if error.code is ErrorCode.NO_SUCH_KEY:
                 return False
             raise
+
+
+async def _tags_of(
+    upstream: Upstream, request: ReadRequest, headers: Mapping[str, str], *, asks: bool
+) -> dict[str, str]:
+    """The object's tags. Where the headers do not say how many there are, the service is asked, or there are none."""
+    tag_count = headers.get(TAGGING_COUNT)
+    if tag_count == "0" or (tag_count is None and not asks):
+        return {}
+    return await upstream.ask(_tags_in, "GetObjectTagging", Bucket=request.bucket, Key=request.key)
 
 
 def _asked(upstream: Upstream, method: str, request: ReadRequest) -> Any:

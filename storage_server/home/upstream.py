@@ -336,7 +336,7 @@ class CachedObjects:
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         if await self._write_back.page(bucket, "", "", 1):
             raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
-        self._write_back.forget_bucket(bucket)
+        self._write_back.buckets.forget(bucket)
         await self._there.delete_bucket(access_key, bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:

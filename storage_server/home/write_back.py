@@ -70,6 +70,35 @@ class Dirty:
     failure_count: int = 0
 
 
+class KnownBuckets:
+    """The buckets that are upstream, as far as it was asked."""
+
+    def __init__(self, objects: HomeObjects, cache: EmbeddedStore) -> None:
+        self._objects = objects
+        self._cache = cache
+        self._known: set[str] = set()
+
+    async def require(self, bucket: str) -> None:
+        """Ask upstream once. A bucket of which the cache has had objects is there also while upstream does not answer.
+        Raises CallerError(NoSuchBucket), ServerError.
+        """
+        if bucket in self._known:
+            return
+        try:
+            async with asyncio.timeout(BUCKET_ANSWER_S):
+                await self._objects.require_bucket(bucket)
+        except (ServerError, TimeoutError) as error:
+            try:
+                await self._cache.reader.threaded(lambda db: transaction.require_bucket(db, bucket))
+            except CallerError:
+                raise error if isinstance(error, ServerError) else unreachable("no answer about the bucket") from None
+        self._known.add(bucket)
+
+    def forget(self, bucket: str) -> None:
+        """Upstream has it no more, perhaps."""
+        self._known.discard(bucket)
+
+
 class WriteBack:
     """The dirty chunks of one cache. With `accepts` more may come; without it only those of an earlier run are sent."""
 
@@ -99,7 +128,8 @@ class WriteBack:
         self._wake = asyncio.Event()
         self._is_paused = False
         self._coming_bytes = 0
-        self._known_buckets: set[str] = set()
+        self.buckets = KnownBuckets(objects, cache)
+        """Those that are upstream."""
         self._workers: list[asyncio.Task[None]] = []
         self.dirty_bytes = 0
         """The bytes of all dirty chunks."""
@@ -164,7 +194,7 @@ class WriteBack:
         raises, NoSuchBucket included.
         """
         bucket = request.bucket
-        await self._require_bucket(bucket)
+        await self.buckets.require(bucket)
         async with self._cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             info = ObjectInfo(
                 key=request.key,
@@ -242,26 +272,6 @@ class WriteBack:
             self.dirty_bytes -= dirty.nbytes
             self._refused_count -= dirty.problem is not None
         return dirty
-
-    async def _require_bucket(self, bucket: str) -> None:
-        """Ask upstream once. A bucket of which the cache has had objects is there also while upstream does not answer.
-        Raises CallerError(NoSuchBucket), ServerError.
-        """
-        if bucket in self._known_buckets:
-            return
-        try:
-            async with asyncio.timeout(BUCKET_ANSWER_S):
-                await self._objects.require_bucket(bucket)
-        except (ServerError, TimeoutError) as error:
-            try:
-                await self._cache.reader.threaded(lambda db: transaction.require_bucket(db, bucket))
-            except CallerError:
-                raise error if isinstance(error, ServerError) else unreachable("no answer about the bucket") from None
-        self._known_buckets.add(bucket)
-
-    def forget_bucket(self, bucket: str) -> None:
-        """Upstream has it no more, perhaps."""
-        self._known_buckets.discard(bucket)
 
     async def _work(self) -> None:
         while True:
@@ -346,7 +356,7 @@ class WriteBack:
                 raise
             except CallerError as error:
                 if error.code is ErrorCode.NO_SUCH_BUCKET:
-                    self.forget_bucket(bucket)
+                    self.buckets.forget(bucket)
                 raise
         # a fetch of what upstream had before must not publish it once this chunk is clean
         await self._stop_fetches(bucket, [key])

@@ -32,7 +32,7 @@ ENTRY = (
 )
 
 SCOPE = ("", "bucket")
-"""Of a request that no caller's task makes."""
+"""The scope of a request that no caller's task makes."""
 LIST = b"<ListBucketResult>%b</ListBucketResult>"
 
 
@@ -122,35 +122,6 @@ async def test_what_a_caller_meets_in_a_bucket_stops_nobody_else(
     CALLER.set("second")
     await delete(made)
     assert service.asked_count == 3
-    await made.close()
-
-
-async def test_a_service_that_nobody_can_connect_to_is_left_alone_by_all_and_tried_by_none_of_them(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request of ours tries: what a caller asks for may take as long as it likes."""
-    monkeypatch.setattr(connection, "FAILURES_MAX", 1)
-    monkeypatch.setattr(connection, "PAUSE_S_MAX", 0.0)
-    made = Upstream(service.settings)
-    await made.start()
-    asked = made._request
-    targets = list[str]()
-
-    def request(method: str, target: str, *more: Any) -> Any:
-        targets.append(target)
-        return asked(method, target, *more)
-
-    monkeypatch.setattr(made, "_request", request)
-    monkeypatch.setattr(made, "_base", "http://127.0.0.1:1")
-    CALLER.set("first")
-    with pytest.raises(ServerError, match="cannot be reached"):
-        await delete(made)
-    CALLER.set("second")
-    with pytest.raises(ServerError, match="cannot be reached"):
-        await made.call("DeleteObject", Bucket="other", Key="k")
-    monkeypatch.setattr(made, "_base", service.settings.endpoint)
-    await made.call("DeleteObject", Bucket="other", Key="k")
-    assert targets == ["/bucket/k", "/", "/", "/other/k"]
     await made.close()
 
 

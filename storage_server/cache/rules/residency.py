@@ -9,7 +9,8 @@ free yet, an extent that was admitted is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from descriptors.layer_forms import EXACT
@@ -110,14 +111,15 @@ class Residency:
         resident = self._resident.get(key_of(extent))
         return resident is not None and resident.is_filled and _is_taken(resident.encoded, reader)
 
-    def hold(self, key: Key) -> None:
-        """Keep an extent where it is, without counting a use."""
+    @contextmanager
+    def held(self, key: Key) -> Iterator[None]:
+        """Keep an extent where it is until the block ends, without counting a use."""
         self._resident[key].pins += 1
-
-    def release(self, key: Key) -> None:
-        """Undo `hold`."""
-        self._resident[key].pins -= 1
-        self._leave_if_free(key)
+        try:
+            yield
+        finally:
+            self._resident[key].pins -= 1
+            self._leave_if_free(key)
 
     def is_read(self, key: Key) -> bool:
         """Whether somebody reads an extent, or keeps it where it is."""

@@ -211,12 +211,13 @@ class SharedObjects(SharedBuckets):
         locations = self._objects.locations(request.bucket, request.key)
         if not await asyncio.to_thread(self._files.is_there):
             raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory is away", retryable=True)
-        if await asyncio.to_thread(self._are_gone, locations):
+        if await asyncio.to_thread(_are_gone, self._files, locations):
             self._objects.note_damaged(request.bucket, request.key)
             raise _gone() from None
 
-    def _are_gone(self, locations: Sequence[Extent]) -> bool:
-        return any(not self._files.place(extent.file_id).exists() for extent in locations)
+
+def _are_gone(files: SharedFiles, locations: Sequence[Extent]) -> bool:
+    return any(not files.place(extent.file_id).exists() for extent in locations)
 
 
 def _require_recordable(key: str, attributes: Attributes) -> None:

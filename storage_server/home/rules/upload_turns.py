@@ -19,7 +19,7 @@ Name = tuple[str, str]
 
 
 class UploadTurns:
-    """Names that wait to be uploaded. What `take` gave is told to `ended` when its upload has ended."""
+    """Names that wait to be uploaded. The caller of `take` calls `ended` when the upload has ended."""
 
     def __init__(self, each_max: int, pause_s_min: float, pause_s_max: float) -> None:
         self._each_max = each_max

@@ -278,8 +278,8 @@ class Upstream:
         raise AssertionError("the loop ends by itself")
 
     async def _require_not_failing(self, scope: Scope, *, has_body: bool) -> None:
-        """After a pause one request tries whether the service is well, and others wait. Who asks decides how long a
-        body takes, and what is asked for how long an answer does: so a request of ours tries before them.
+        """After a pause one request tries whether the service is well, and others wait. A sender decides how long a
+        body takes, and an object how long its answer does: so a request of the server's own tries before them.
         """
         wait_s = self.health.wait_s(scope, time.monotonic())
         if wait_s:
