@@ -69,18 +69,18 @@ class FormerKeepers(FurtherTier):
         member = self._asked(bucket, key)
         if member is None:
             return None
-        seen_at = time.time()
+        seen_at, is_asked = time.time(), False
         try:
             async with asyncio.timeout(READ_WAIT_S + len(landed.view) / READ_BYTES_PER_S_MIN):
                 entry = await self._shown(bucket, key, seen_at)
                 if entry is None or entry.info.nbytes != len(landed.view):
                     return None
+                is_asked = True
                 await self._read(member, entry, landed.view)
-        except CallerError as error:
-            self._missed(member, has_failed=error.code is ErrorCode.ACCESS_DENIED)
-            return None
-        except (ObjectCacheError, TimeoutError):
-            self._missed(member, has_failed=True)
+        except (ObjectCacheError, TimeoutError) as error:
+            if is_asked:  # what home says is no fault of the member
+                is_refusal = isinstance(error, CallerError) and error.code is not ErrorCode.ACCESS_DENIED
+                self._missed(member, has_failed=not is_refusal)
             return None
         self.hit_count += 1
         self.read_bytes += entry.info.nbytes

@@ -100,6 +100,26 @@ async def test_without_a_proof_of_home_nobody_elses_bytes_are_asked_for() -> Non
     assert former.may_have("bucket", KEY)
 
 
+@pytest.mark.parametrize(
+    "error", [ServerError(ErrorCode.SLOW_DOWN, "busy"), CallerError(ErrorCode.NO_SUCH_KEY, "none"), TimeoutError()]
+)
+async def test_what_home_says_is_no_fault_of_the_former_keeper(error: Exception) -> None:
+    """Home may be too busy for one bucket, whose reads would have the member left alone for all."""
+
+    class Refusing(PlayedHome):
+        @asynccontextmanager
+        async def open_range(self, request: ReadRequest) -> AsyncIterator[Any]:
+            raise error
+            yield
+
+    copies = PlayedCopies()
+    former = made(Refusing(), copies)
+    for _ in range(former_keepers.MISSES_MAX):
+        assert await former.read("bucket", KEY, PlayedLanded()) is None  # type: ignore[arg-type]
+    assert former.may_have("bucket", KEY)
+    assert (copies.asked, former.miss_count) == ([], 0)
+
+
 async def test_a_member_that_cannot_be_reached_is_left_alone_and_misses_are_counted() -> None:
     gone = made(PlayedHome(), PlayedCopies(error=ServerError(ErrorCode.SLOW_DOWN, "gone")))
     assert await gone.read("bucket", KEY, PlayedLanded()) is None  # type: ignore[arg-type]
