@@ -102,6 +102,8 @@ class Writing:
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "objectcache-metadata")
         """Calls wait for each other anyway. On a disk that hangs they must not take the threads that probes need."""
+        self._late: asyncio.Future[int] | None = None
+        """It is done when the disk has given what the last engine that joined without its blocks has waited for."""
         self._warnings = RareWarnings(_log)
         self.failure_count = 0
         for session, engine in self.metadata.sessions():
@@ -167,6 +169,8 @@ class Writing:
         and the file forgets the engine's blocks: whoever comes and goes waits for the engine.
         """
         try:
+            if self._late is not None and not self._late.done():
+                raise TimeoutError  # engines join one after the other, and the disk has let one wait already
             async with asyncio.timeout(WARM_S):
                 batches = await self._batches()
                 known = [
@@ -182,6 +186,8 @@ class Writing:
             for name in self._index.names_of(engine):
                 self._index.clear(name)
             known, found = _of_engine(self._written, engine), set()
+            if self._late is None or self._late.done():
+                self._late = asyncio.get_running_loop().run_in_executor(self._thread, int)
         for name in known:
             if name not in found:
                 self.cleared(name)

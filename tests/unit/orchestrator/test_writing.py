@@ -253,6 +253,8 @@ async def test_an_engine_joins_without_its_blocks_where_the_disk_hangs_amid_them
         assert await made.warm("good") == {}
         assert begun.is_set()
         assert not made._index.held_count("good"), "some of the blocks would be taken for all of them"
+        monkeypatch.setattr(writing, "WARM_S", 60.0)
+        assert await made.warm("bad") == {}, "each engine that joins would wait anew"
     finally:
         goes_on.set()
     await made.stop()
