@@ -263,7 +263,7 @@ class Fetch:
         receiver = IntoMemory(self._ways.objects, self._ways.io, landed, layout.per_layer_chunk_bytes, self._advance)
         with ExitStack() as stack:
             stack.callback(receiver.close)
-            async with self._ways.turns.turn(0, self._index):
+            async with self._ways.turns.turn(0, self._index, self._bucket):
                 self.has_begun = True
                 entry = await tier.read(self._bucket, self._key, landed)
                 if entry is None:
@@ -295,7 +295,7 @@ class Fetch:
         """
         for attempt in count(1):
             try:
-                async with self._ways.turns.turn(turn_index, self._index):
+                async with self._ways.turns.turn(turn_index, self._index, self._bucket):
                     self.has_begun = True
                     if self._receiver is None:
                         self._receiver = self._ways.receiver(self._bucket, self.layout, self._advance)

@@ -62,7 +62,7 @@ class PassingChunk:
         """Bring the bytes from `start` on. Raises ServerError; CallerError where the object has changed or gone."""
         for attempt in count(1):
             try:
-                async with self._turns.turn(LATER_GROUP, index):
+                async with self._turns.turn(LATER_GROUP, index, self._bucket):
                     await self._ask(start, view)
             except ServerError as error:
                 if error.code is not ErrorCode.SLOW_DOWN or attempt == ATTEMPTS_MAX:

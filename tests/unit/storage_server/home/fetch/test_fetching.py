@@ -123,6 +123,60 @@ async def test_no_request_waits_for_ever_behind_first_groups() -> None:
     assert sorted(served) == [1, 50]
 
 
+async def test_one_bucket_leaves_some_turns_to_others() -> None:
+    """All its objects may hang at the service."""
+    turns, order = Turns(8), list[str]()
+    may_end = asyncio.Event()
+
+    async def ask(bucket: str, chunk: int) -> None:
+        async with turns.turn(0, chunk, bucket):
+            order.append(f"{bucket}{chunk}")
+            await may_end.wait()
+
+    hanging = [asyncio.create_task(ask("a", chunk)) for chunk in range(12)]
+    await settled()
+    assert order == [f"a{chunk}" for chunk in range(7)]
+    other = asyncio.create_task(ask("b", 99))
+    await settled()
+    assert order[7:] == ["b99"]
+    assert turns.waiting_count == 5
+    for chunk in (7, 8, 0, 9):  # what waits may be given up, and what hangs
+        hanging[chunk].cancel()
+        await settled()
+    assert order[8:] == ["a9", "a10"]
+    may_end.set()
+    await asyncio.wait([*hanging, other])
+    assert order[10:] == ["a11"]
+    assert turns.waiting_count == 0
+    may_end.clear()
+    again = [asyncio.create_task(ask("c", chunk)) for chunk in range(8)]
+    await settled()
+    assert order[11:] == [f"c{chunk}" for chunk in range(7)]
+    may_end.set()
+    await asyncio.wait(again)
+
+
+async def test_requests_that_are_given_up_leave_their_turns_to_others_of_their_bucket() -> None:
+    turns, order = Turns(8), list[int]()
+
+    async def ask(chunk: int, may_end: asyncio.Event) -> None:
+        async with turns.turn(0, chunk, "a"):
+            order.append(chunk)
+            await may_end.wait()
+
+    events = [asyncio.Event() for _ in range(20)]
+    tasks = [asyncio.create_task(ask(chunk, events[chunk])) for chunk in range(20)]
+    await settled()
+    for chunk in range(7):
+        tasks[chunk + 7].cancel()
+        events[chunk].set()
+    await settled()
+    assert order == [*range(7), *range(14, 20)]
+    for event in events:
+        event.set()
+    await asyncio.wait(tasks)
+
+
 async def test_later_groups_wait_for_first_ones_but_not_for_ever() -> None:
     played = PlayedTime()
     turns, order = Turns(8), list[str]()
