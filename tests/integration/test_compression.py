@@ -164,6 +164,7 @@ def fetched(
     fetch = client.fetch(keys, LAYOUT, buffer, accept=accept, delivery=delivery)
     found = np.stack([np.array(fetch.wait_layer(layer, 30).data) for layer in range(LAYERS)], axis=1)
     result = fetch.wait(30)
+    client.release_buffer(buffer)  # a server takes 256 regions from one client
     return found.reshape(len(keys), -1), result.forms, result.transferred_bytes
 
 
@@ -338,9 +339,11 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
         for number in range(5000):
             if number >= 120 and len(seen) == 3:
                 break
-            first = int(random.integers(0, 20))
-            mine = list(range(first, min(24, first + int(random.integers(1, 8)))))
+            first = int(random.integers(0, 16))
+            mine = list(range(first, min(20, first + int(random.integers(1, 8)))))
             accept = wishes[number // 10 % 4 if number % 3 else int(random.integers(0, 4))]
+            if number % 5 == 0:  # others want 4 bits or exact chunks too often for these to lie there at 8 bits
+                mine, accept = list(range(20, 24)), wishes[3]
             found, forms, _ = fetched(shm if number % 2 else http, [keys[at] for at in mine], accept)
             runs = (FormRun(EXACT, len(mine), SHAPE.nbytes),) if forms is None else forms.runs
             codecs = [run.codec for run in runs for _ in range(run.chunk_count)]
