@@ -213,7 +213,10 @@ def test_a_run_that_has_left_ends_what_is_loaded(shared: Store, models: Models, 
     with llama_server(models.llama, slots) as engine, sidecar(engine, slots, shared.endpoint) as (url, _):
         answer = ask(url, prompt)
     assert answer.loaded_tokens in range(0, 4 * RUN_TOKENS, RUN_TOKENS)
-    assert answer.cached_tokens == answer.loaded_tokens
+    if answer.loaded_tokens:
+        assert answer.cached_tokens == answer.loaded_tokens
+    else:  # it was the first one that has left; the engine knows the beginning of what it was tried with at the start
+        assert answer.cached_tokens < RUN_TOKENS
     assert answer.text == first.text
 
 
