@@ -138,7 +138,7 @@ def extent(key: str) -> Extent:
 
 
 class Clock:
-    """What the keepers take as the time."""
+    """The time for the keepers, which have threads: tests.unit.played_time waits for none."""
 
     now_s = 0.0
 

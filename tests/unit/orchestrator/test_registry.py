@@ -300,7 +300,7 @@ async def test_a_quiet_etcd_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplo
 async def test_an_etcd_that_has_gone_back_takes_no_engine_away(
     etcd_id: int, revision: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that came back empty took all engines from everybody, though each of them was well."""
+    """An empty etcd took all engines from everybody, though each of them was well."""
     monkeypatch.setattr(registry_module, "back_off_s", lambda *_: 0.0)
     etcd = PlayedEtcd({f"kv/engines/{name}": json.dumps({"url": f"http://{name}:1"}).encode() for name in "abc"})
     etcd.revision = 5

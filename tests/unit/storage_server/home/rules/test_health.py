@@ -1,4 +1,4 @@
-"""What one caller meets in a bucket, and what nobody can reach."""
+"""A failure that one caller meets in a bucket is its own; a service that nobody can reach is everybody's."""
 
 from __future__ import annotations
 
