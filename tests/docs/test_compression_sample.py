@@ -18,10 +18,10 @@ from tests.support.servers import LocalStack
 from tests.support.tree import repository
 from tests.support.waiting import eventually
 
-LAYERS, COUNT = 24, 6
+LAYERS, COUNT = 36, 6
 SHAPE = LayerShape(256, 1024, Element.BFLOAT16)
 LAYOUT = ChunkLayout(LAYERS, SHAPE.tokens, SHAPE.nbytes)
-"""Chunks of 24 MiB: with the guide's figures smaller ones are not encoded."""
+"""Chunks of 36 MiB: with the guide's figures smaller ones are not encoded."""
 
 
 @pytest.mark.slow

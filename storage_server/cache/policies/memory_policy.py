@@ -186,12 +186,12 @@ class MemoryPolicy:
         self._ghosts.pop(key, None)
         chunk = self._chunks.get(key)
         if chunk is None or chunk.held is None:
-            forms = forms_of(uses)
+            forms = self._ladders.offered(forms_of(uses))
             self._chunks[key] = _Chunk(forms)
             return self._ladders.of(forms, self._ladders.best(forms))
         known, present = chunk.forms, chunk.held.form
         chunk.anchor = chunk.held.reading
-        forms = chunk.forms = forms_of(uses, chunk.anchor)
+        forms = chunk.forms = self._ladders.offered(forms_of(uses, chunk.anchor), present.codec)
         at = next((form for form in forms if (form.codec, form.nbytes) == (present.codec, present.nbytes)), None)
         best = self._ladders.best(forms)
         if at is None:

@@ -1,9 +1,8 @@
 """From which size on the policy encodes chunks at all: what people are told who switched compression on. Pure.
 
-Of a chunk of s bytes that is used f times a second, an eviction loses f·(s/home - s/memory) and frees s. Encoding it
-loses f·(alpha·(1 - quality) + s/(ratio·memory) + s/decoded - s/memory) and frees s - s/ratio. The policy takes what
-loses least for each byte that it frees: below some size the quality that is lost is always worth more than the
-reload.
+A use of an exact chunk of s bytes saves s/home - s/memory. Encoded to a part of its bytes it saves
+s/home - alpha*(1 - quality) - part*s/memory - s/decoded, and takes part*s. The policy encodes it where that is
+SAVED_OVER_EXACT_MIN times as much for each byte: below some size the quality that is lost is always worth more.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from descriptors.units import format_bytes
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec, LayerShape
+from storage_server.cache.policies.memory_ladder import SAVED_OVER_EXACT_MIN
 from storage_server.cache.policies.utility import UtilitySettings
 
 _LAYER = LayerShape(512, 1024, Element.BFLOAT16)
@@ -21,12 +21,12 @@ _LAYER = LayerShape(512, 1024, Element.BFLOAT16)
 
 
 def least_encoded_bytes(settings: UtilitySettings, codec: Codec) -> float:
-    """The size from which on chunks are encoded with this codec rather than evicted; infinite where they never are."""
+    """Say from which size on chunks are encoded with this codec; infinite where they never are."""
     figures = settings.codecs[codec]
     part = encoded_bytes_max(codec, _LAYER) / _LAYER.nbytes
-    evicted_s = 1 / settings.home_bytes_per_s - 1 / settings.memory_bytes_per_s
-    decoded_s = part / settings.memory_bytes_per_s + 1 / figures.decoded_bytes_per_s - 1 / settings.memory_bytes_per_s
-    gain_s = (1 - part) * evicted_s - decoded_s  # for each byte
+    exact_s = 1 / settings.home_bytes_per_s - 1 / settings.memory_bytes_per_s  # saved, for each byte
+    read_s = part / settings.memory_bytes_per_s + 1 / figures.decoded_bytes_per_s
+    gain_s = 1 / settings.home_bytes_per_s - read_s - SAVED_OVER_EXACT_MIN * part * exact_s
     return settings.alpha_s * (1 - figures.quality) / gain_s if gain_s > 0 else math.inf
 
 

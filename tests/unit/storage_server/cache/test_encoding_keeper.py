@@ -23,7 +23,7 @@ from tests.support.waiting import LIMIT_S, settled, until
 
 SHAPE = LayerShape(32, 256, Element.BFLOAT16)
 READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4))
-FIGURES = {Codec.KIVI8: CodecFigures(1.0, 1e12), Codec.KIVI4: CodecFigures(0.99, 1e12)}
+FIGURES = {Codec.KIVI8: CodecFigures(1.0, 1e12), Codec.KIVI4: CodecFigures(0.98, 1e12)}
 SETTINGS = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from storage_server.kernel import slow_readers
 from storage_server.kernel.data import bound as bound_module
 from storage_server.kernel.data import space
 from storage_server.kernel.index import queries, transaction
+from storage_server.kernel.index.schema import connect_current
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.rules.rows import KeyUse
 from storage_server.settings import CacheSettings, StorageSettings
@@ -549,12 +550,12 @@ async def test_empty_objects_leave_where_the_index_may_not_grow(
     for number in range(32):
         await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 0), BytesBody(b""))
     assert len(await _keys(store)) == 32
-    monkeypatch.setattr(space.Space, "has_index_room", property(lambda _: len_of(store) < 8))
+    monkeypatch.setattr(space.Space, "has_index_room", property(lambda _: objects_in(tmp_path) < 8))
     with pytest.raises(ServerError, match="no room for the index"):  # nothing is evicted yet
         await store.objects.put_object("k", PutRequest("cached", "refused", 0), BytesBody(b""))
     running = asyncio.create_task(store.evictor.run())
     try:
-        await until(lambda: len_of(store) < 8)
+        await until(lambda: objects_in(tmp_path) < 8)
         await store.objects.put_object("k", PutRequest("cached", "taken", 0), BytesBody(b""))
     finally:
         running.cancel()
@@ -562,8 +563,10 @@ async def test_empty_objects_leave_where_the_index_may_not_grow(
         store.close()
 
 
-def len_of(store: EmbeddedStore) -> int:
-    return int(store.reader.here(lambda db: db.execute("SELECT count(*) FROM objects").fetchone()[0]))
+def objects_in(directory: Path) -> int:
+    """The objects of the index, by a connection of its own: the evictor asks in a thread, the test in another."""
+    with closing(connect_current(directory / "index.sqlite3")) as db:
+        return int(db.execute("SELECT count(*) FROM objects").fetchone()[0])
 
 
 async def test_what_a_restart_takes_over_is_no_work_for_collections(

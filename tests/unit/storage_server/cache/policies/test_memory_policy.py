@@ -81,23 +81,42 @@ def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
     assert Codec.KIVI4 in books.held.values() or Codec.KIVI8 in books.held.values()
 
 
-def test_chunks_that_are_encoded_are_encoded_further_where_they_lie() -> None:
-    """Nothing leaves to come again in a smaller form."""
-    qualities = {Codec.KIVI8: 0.9999, Codec.KIVI4: 0.995, Codec.KIVI2: 0.95}
+def test_of_the_codecs_that_readers_take_one_is_used() -> None:
+    """It is the one whose chunks save most for each byte, whatever the others would save of it."""
+    qualities = {Codec.KIVI8: 0.9999, Codec.KIVI4: 0.995, Codec.KIVI2: 0.8}
     figures = {codec: CodecFigures(quality, 1e12) for codec, quality in qualities.items()}
     books = Books(MemoryPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
-    reading = replace(READING, codecs=tuple(figures))
     seen = set()
     for count in range(2, 40):
+        books.use(keys(*range(count)), replace(READING, codecs=tuple(figures)))
+        seen |= set(books.held.values())
+    assert seen == {None, Codec.KIVI4}
+
+
+def test_a_codec_that_saves_little_more_than_the_exact_chunk_is_not_used() -> None:
+    """At 8 bits a chunk of 0.56 of the bytes saves a use 0.25 ms of the 0.33 ms that loading it takes."""
+    for quality, expected in ((0.92, {None}), (0.98, {None, Codec.KIVI8})):
+        figures = {Codec.KIVI8: CodecFigures(quality, 1e12)}
+        books = Books(MemoryPolicy(4 * EXACT, replace(SETTINGS, codecs=figures)))
+        for _ in range(20):
+            books.use(keys(*range(6)), replace(READING, codecs=tuple(figures)))
+        assert set(books.held.values()) == expected
+
+
+def test_chunks_are_encoded_further_where_they_lie_once_their_readers_take_it() -> None:
+    """Nothing leaves to come again in a smaller form."""
+    figures = {Codec.KIVI8: CodecFigures(0.9999, 1e12), Codec.KIVI4: CodecFigures(0.995, 1e12)}
+    books = Books(MemoryPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
+    seen = set()
+    for at in range(60):
         before = dict(books.held)
-        books.use(keys(*range(count)), reading)
-        for key in before.keys() & books.held.keys():
-            seen.add((before[key], books.held[key]))
-    assert any(was is not None and now is not None and was.key_bits > now.key_bits for was, now in seen)
+        books.use(keys(*range(14)), replace(READING, codecs=tuple(figures) if at > 5 else (Codec.KIVI8,)))
+        seen |= {(before[key], books.held[key]) for key in before.keys() & books.held.keys()}
+    assert (Codec.KIVI8, Codec.KIVI4) in seen
     assert not any(was is not None and now is None for was, now in seen)
 
 
-@pytest.mark.parametrize("tokens", [2, 4, 16])
+@pytest.mark.parametrize("tokens", [4, 16])
 def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> None:
     """With few tokens 4 bits and their scales take more than 8 bits without."""
     shape = LayerShape(tokens, 1024, Element.FLOAT16)
@@ -376,18 +395,18 @@ def test_errors_of_all_chunks_are_remembered_to_a_bound(monkeypatch: pytest.Monk
 
 
 def test_a_chunk_comes_back_exact_once_its_uses_have_cost_what_four_loads_do() -> None:
-    """At 8 bits of quality 0.9 a use loses 0.1 ms, and a load takes 0.33 ms. Others, which nobody uses, make room."""
-    figures = {Codec.KIVI8: CodecFigures(0.9, 1e12)}
+    """At 8 bits of quality 0.97 a use loses 0.03 ms, and a load takes 0.33 ms. Others, which nobody uses, make room."""
+    figures = {Codec.KIVI8: CodecFigures(0.97, 1e12)}
     books = Books(MemoryPolicy(4 * EXACT, replace(SETTINGS, codecs=figures)))
     reading = replace(READING, codecs=(Codec.KIVI8,))
     for _ in range(20):
         books.use(keys(*range(6)), reading)
     encoded = next(key for key, codec in books.held.items() if codec is not None)
     uses = 0
-    while books.held[encoded] is not None and uses < 40:
+    while books.held[encoded] is not None and uses < 120:
         books.use([encoded], reading)
         uses += 1
-    assert 1 <= uses <= 28, "14, or twice as many where it has tried before"
+    assert 1 <= uses <= 90, "44, or twice as many where it has tried before"
 
 
 def test_chunks_that_are_used_alike_do_not_change_places() -> None:

