@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +55,14 @@ class ReplacingSettings:
 
     traces: tuple[Trace, ...] = options.choice("--traces", tuple(Trace), tuple(Trace))
     capacities: tuple[float, ...] = options.setting("--capacities", (0.1, 0.25, 0.5), (0.25,), each(real(1e-3, 1)))
-    alphas_s: tuple[float, ...] = options.setting("--alphas-s", (1.0, 0.1), (1.0,), each(real(0, 1e6)))
+    alphas_s: tuple[float, ...] = options.setting("--alphas-s", (1.0, 0.25, 0.1), (1.0,), each(real(0, 1e6)))
     request_count: int = options.count("--requests", 1 << 20, 400, text="of each trace at most")
 
 
 def measure_replacing(settings: ReplacingSettings, origin: Mapping[str, Any]) -> Json:
-    """Replay all of it."""
-    streams = {trace: read(trace, settings.request_count) for trace in settings.traces}
-    places = [
-        (place, trace, capacity, alpha_s, name)
+    """Replay all of it, each case in one of as many processes as there are cores."""
+    cases = [
+        {"place": place, "trace": trace.value, "capacity": capacity, "alpha_s": alpha_s, "codecs": name}
         for place in REPLAYS
         for trace in settings.traces
         for capacity in settings.capacities
@@ -69,15 +70,21 @@ def measure_replacing(settings: ReplacingSettings, origin: Mapping[str, Any]) ->
         for name in SETS
     ]
     rows: list[Json] = []
-    with progress_bar(len(places), "replaying") as done:
-        for place, trace, capacity, alpha_s, name in places:
-            stream = streams[trace]
-            capacity_bytes = int(capacity * EXACT_BYTES * len({key for each in stream.requests for key in each.keys}))
-            seen = REPLAYS[place](stream, capacity_bytes, alpha_s, SETS[name])
-            case = {"place": place, "trace": trace.value, "capacity": capacity, "alpha_s": alpha_s, "codecs": name}
+    with progress_bar(len(cases), "replaying") as done, ProcessPoolExecutor() as pool:
+        for case, seen in zip(cases, pool.map(partial(_replayed, settings.request_count), cases), strict=True):
             rows.append(case | seen)
             done(1)
     return published("replacing", origin, settings, None, rows=rows)
+
+
+_read = cache(read)
+
+
+def _replayed(request_count: int, case: Json) -> dict[str, Any]:
+    stream = _read(Trace(case["trace"]), request_count)
+    chunk_count = len({key for each in stream.requests for key in each.keys})
+    capacity_bytes = int(case["capacity"] * EXACT_BYTES * chunk_count)
+    return REPLAYS[case["place"]](stream, capacity_bytes, case["alpha_s"], SETS[case["codecs"]])
 
 
 def replay_bucket(stream: Stream, capacity_bytes: int, alpha_s: float, codecs: Sequence[Codec]) -> dict[str, Any]:
