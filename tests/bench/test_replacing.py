@@ -63,6 +63,6 @@ def test_what_memory_has_not_comes_from_home() -> None:
     assert whole["hits"] == {"exact": 4}
     assert whole["missed_s"] == pytest.approx(2 * EXACT_BYTES / HOME_BYTES_PER_S)
     assert whole["cost_s"] == pytest.approx(whole["missed_s"] + 4 * EXACT_BYTES / 8e9)
-    encoded = replay_memory(stream, int(1.2 * EXACT_BYTES), 0.1, (Codec.KIVI8,))
-    assert encoded["hits"].get("kivi8-1", 0) >= 2
+    encoded = replay_memory(stream, int(1.2 * EXACT_BYTES), 0.1, (Codec.KIVI4,))
+    assert encoded["hits"].get("kivi4-1", 0) >= 2
     assert encoded["cost_s"] == pytest.approx(encoded["missed_s"] + encoded["read_s"] + encoded["lost_quality_s"])
