@@ -48,9 +48,9 @@ class CallerTurns:
         """By callers: the first one is next."""
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn for CALLER, and hold it until the block ends."""
-        caller = CALLER.get()
+    async def turn(self, caller: str | None = None) -> AsyncIterator[None]:
+        """Wait for a turn for the caller, by default CALLER, and hold it until the block ends."""
+        caller = CALLER.get() if caller is None else caller
         if self._free and self._running[caller] < self._each_max:
             self._begin(caller)
         else:

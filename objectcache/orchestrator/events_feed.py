@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from objectcache.adapters.caller import CallerTurns
 from objectcache.adapters.rare_warnings import RareWarnings
 from objectcache.adapters.zmtp import FrameLimits, ZmtpConnection, bound, connected
 from objectcache.orchestrator.rules.block_holders import BlockHolders
@@ -77,13 +78,14 @@ class FeedStatus(Enum):
 class FeedTurns:
     """The work that the feeds of all engines do at once: they take BLOCKS_AT_ONCE over together, and then the event
     loop has a turn; they read one large batch at a time, since many threads would keep the interpreter from the loop;
-    and one of them sweeps, since each step of all of them would be in one pass of the loop.
+    and one of them sweeps, since each step of all of them would be in one pass of the loop. Engines take turns, and the
+    ranks of one engine share its turn: an engine says itself how many it has.
     """
 
     def __init__(self) -> None:
         self._room = BLOCKS_AT_ONCE
-        self._next = asyncio.Lock()
-        self.reading = asyncio.Lock()
+        self._next = CallerTurns(1)
+        self.reading = CallerTurns(1)
         self._is_sweeping = False
         self._making_room = asyncio.Lock()
         self.sayings = Sayings()
@@ -114,10 +116,10 @@ class FeedTurns:
         finally:
             self._is_sweeping = False
 
-    async def take(self, block_count: int) -> None:
-        """Return when so many blocks may be taken over, at once."""
+    async def take(self, engine: str, block_count: int) -> None:
+        """Return when so many blocks of an engine may be taken over, at once."""
         if self._room <= 0:
-            async with self._next:
+            async with self._next.turn(engine):
                 if self._room <= 0:
                     await asyncio.sleep(0)
                     self._room = BLOCKS_AT_ONCE
@@ -158,6 +160,8 @@ class EventsFeed:
         self._turns = turns or FeedTurns()
         self._warnings = warnings or RareWarnings(_log)
         self._engine = engine
+        self._speaker = engine.partition(RANK_MARK)[0]
+        """The engine whose rank this is: its turns are those of all its ranks."""
         self._index = index
         self._events = events
         self._replay = replay
@@ -323,7 +327,7 @@ class EventsFeed:
         try:
             for part, cost in _parts_of(batch):
                 await self._turns.make_room(self._index.holders)
-                await self._turns.take(cost)
+                await self._turns.take(self._speaker, cost)
                 is_removed = isinstance(part, BlockRemoved)
                 if self._log is not None and is_removed:  # only what the index holds needs to be forgotten
                     self._log.note_part(self._engine, part)
@@ -343,11 +347,10 @@ class EventsFeed:
 
     async def _decoded(self, payload: bytes) -> Batch | None:
         """None for what is no batch. Of those that a thread reads, one is read at a time."""
-        engine = self._engine.partition(RANK_MARK)[0]
         if len(payload) <= HERE_BYTES_MAX:
-            return await self._turns.sayings.read(engine, payload, _batch)
-        async with self._turns.reading:
-            return await self._turns.sayings.read(engine, payload, _batch)
+            return await self._turns.sayings.read(self._speaker, payload, _batch)
+        async with self._turns.reading.turn(self._speaker):
+            return await self._turns.sayings.read(self._speaker, payload, _batch)
 
     def _clear(self) -> None:
         """The index knows nothing of the engine any more."""

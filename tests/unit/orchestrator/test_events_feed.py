@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from objectcache.orchestrator import events_feed
 from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, SWEEPS_MAX, EventsFeed, FeedTurns
 from objectcache.orchestrator.rules import block_holders
 from objectcache.orchestrator.rules.block_holders import BlockHolders
 from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, Batch, BlockStored, Event, block_count_of
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.sayings import HERE_BYTES_MAX
 from objectcache.orchestrator.settings import EngineSettings, engine_settings
 
 SECRET = "a secret of many letters"
@@ -48,6 +50,31 @@ async def test_many_feeds_stop_the_loop_no_longer_at_once_than_one(monkeypatch: 
         most = max(most, taken)
     assert [index.held_count(name) for name in names] == [3000] * 8
     assert 0 < most <= 2 * BLOCKS_AT_ONCE
+
+
+async def test_the_ranks_of_an_engine_take_blocks_over_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank had a turn of its own: what was known of other engines fell behind an engine with 64 ranks for good."""
+    index, turns, order = PrefixIndex(), FeedTurns(), []
+    monkeypatch.setattr(index, "apply", lambda name, _: order.append(name))
+    feeds = [EventsFeed(f"a#{rank}", index, "tcp://127.0.0.1:9", None, turns=turns) for rank in range(1, 64)]
+    other = EventsFeed("b", index, "tcp://127.0.0.1:9", None, turns=turns)
+    names = tuple(range(BLOCKS_AT_ONCE))
+    batch = Batch(1.0, (BlockStored(names, None, names, 1),), 0)
+    await asyncio.gather(*(feed._take(0, batch) for feed in (*feeds, other)))
+    assert len(order) == 64
+    assert order.index("b") <= 4
+
+
+async def test_the_long_batches_of_an_engine_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long batch is read at a time: that of another engine stood behind those of 63 ranks."""
+    index, turns, order = PrefixIndex(), FeedTurns(), []
+    monkeypatch.setattr(events_feed, "read_batch", order.append)
+    feeds = [EventsFeed(f"a#{rank}", index, "tcp://127.0.0.1:9", None, turns=turns) for rank in range(1, 64)]
+    other = EventsFeed("b", index, "tcp://127.0.0.1:9", None, turns=turns)
+    many, one = bytes(HERE_BYTES_MAX + 1), bytes(HERE_BYTES_MAX + 2)
+    await asyncio.gather(*(feed._decoded(many) for feed in feeds), other._decoded(one))
+    assert len(order) == 64
+    assert order.index(one) <= 2
 
 
 async def test_an_engine_clears_blocks_no_faster_than_they_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
