@@ -64,8 +64,8 @@ class Engine:
         is_needed: Callable[[], bool] | None = None,
     ) -> None:
         """`headers` go with every request of the orchestrator's own. `on_up` is called when the engine takes requests
-        again. `is_needed` says whether no other one takes its requests now. For `known`, `log` and `turns` see
-        EngineBlocks.
+        again, or takes them for other models. `is_needed` says whether no other one takes its requests now. For
+        `known`, `log` and `turns` see EngineBlocks.
         """
         self.settings = settings
         self.name = settings.label
@@ -277,10 +277,13 @@ class Engine:
         if left_out_count:
             problem = "%s names too many models: %d are left out behind the first %d KiB"
             self.warnings.warn(problem, self.name, left_out_count, MODELS_BYTES_MAX >> 10)
+        is_changed = found != self.models or any(self._refused.values())
         if found != self.models:
             self.models = found
         self._refused = {model: False for model in self._refused if model in found}
         self._models_s = time.monotonic()
+        if is_changed and self._on_up is not None and self.liveness.takes_requests(self._models_s):
+            self._on_up()  # requests may wait for a model that it has now
 
 
 def models_in(document: object) -> tuple[dict[str, Mapping[str, Any]], int] | None:

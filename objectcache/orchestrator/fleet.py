@@ -45,7 +45,9 @@ class Fleet:
         engine_headers: Mapping[str, str],
         on_up: Callable[[], None],
     ) -> None:
-        """`engine_headers` go with every probe. `on_up` is called when an engine takes requests again."""
+        """`engine_headers` go with every probe. `on_up` is called when requests that wait may go elsewhere: an engine
+        takes requests again, has other models, drains or has left.
+        """
         self._settings = settings
         self._http = http
         self._index = index
@@ -228,11 +230,10 @@ class Fleet:
 
     def _drained(self, name: str, *, is_wanted: bool) -> None:
         self.engines[name].liveness.drain(is_wanted=is_wanted)
-        if not is_wanted:
-            self._is_up(name)
+        self._changed(name)
 
-    def _is_up(self, name: str) -> None:
-        """Wake the requests that wait for a model of this engine."""
+    def _changed(self, name: str) -> None:
+        """Have the requests that wait for a model of this engine look again where they may go, or that they may not."""
         engine = self.engines.get(name)
         if engine is not None:
             self.waiting.wake(engine.serves)
@@ -258,8 +259,12 @@ class Fleet:
         await asyncio.gather(watch, return_exceptions=True)
 
     async def _leave(self, name: str) -> None:
-        """It waits for no disk: those of the registry come and go while that hangs."""
-        await asyncio.gather(self._end(name), return_exceptions=True)
+        """It waits for no disk: those of the registry come and go while that hangs. Nobody waits for it any more."""
+        engine = self.engines[name]
+        watch = self._end(name)
+        self.waiting.wake(engine.serves)
+        self._on_up()
+        await asyncio.gather(watch, return_exceptions=True)
 
     def _begin(self, settings: EngineSettings, known: Mapping[str, KnownBatch] | None) -> None:
         """Watch an engine. One that has left still has the requests that were sent to its address."""
@@ -273,7 +278,7 @@ class Fleet:
             known=known,
             log=self._writing,
             headers=self._engine_headers,
-            on_up=partial(self._is_up, name),
+            on_up=partial(self._changed, name),
             turns=self._turns,
             is_needed=partial(is_needed, self.engines, name),
         )

@@ -88,6 +88,26 @@ class Calls:
         return reading({"data": [{"id": name} for name in self.models]})
 
 
+async def test_requests_that_wait_are_told_of_a_model_that_an_engine_has_loaded() -> None:
+    """They waited for the engine that had it before, to the end of their time, while new requests were answered."""
+    told: list[bool] = []
+    engine = Engine(
+        EngineSettings("http://a"), cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0,
+        on_up=lambda: told.append(engine.serves("adapter")),
+    )  # fmt: skip
+    engine._calls = cast(EngineCalls, Calls("base"))
+    await engine._read_models()
+    assert told == [], "it takes no requests yet"
+    engine.succeeded()
+    engine._calls = cast(EngineCalls, Calls("base", "adapter"))
+    for _ in range(3):
+        await engine._read_models()
+    assert told == [False, True]
+    engine.refused("adapter")
+    await engine._read_models()
+    assert told == [False, True, True], "it says once more that it has what it has refused"
+
+
 async def test_an_engine_that_says_again_that_it_has_what_it_refuses_is_ejected() -> None:
     """An engine that had only unloaded an adapter was ejected, for all its models."""
     index = PrefixIndex()

@@ -94,6 +94,20 @@ async def test_engines_of_the_registry_come_and_go_while_the_disk_hangs(fleet: F
     await fleet.stop()
 
 
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_nobody_waits_for_an_engine_that_drains_or_has_left(fleet: Fleet, is_drained: bool) -> None:
+    """Requests that waited for it did so to the end of their time, while new ones were refused at once."""
+    await fleet.register({"url": "http://h:1", "name": "a"})
+    fleet.engines["a"].models = {"large": {}}
+    waiting = [asyncio.ensure_future(fleet.waiting.comes(model, LIMIT_S)) for model in ("large", "other")]
+    await settled()
+    await (fleet.drain("a", is_wanted=True) if is_drained else fleet.remove("a"))
+    assert await waiting[0]
+    assert not waiting[1].done()
+    waiting[1].cancel()
+    await fleet.stop()
+
+
 async def test_only_the_latest_state_of_the_registry_is_followed(fleet: Fleet) -> None:
     for count in range(1, 200):
         fleet.follow(engines(count))
