@@ -113,7 +113,7 @@ def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSett
     """The settings by the config file and the options. Raises ConfigError."""
     table = config.orchestrator
     engines = [each.settings() for each in config.engines]
-    engines += [EngineSettings(_url(each)) for each in options.engine]
+    engines += [_engine(each) for each in options.engine]
     twice = {each.label for each in engines if [other.label for other in engines].count(each.label) > 1}
     if twice:
         raise ConfigError(f"the engine {min(twice)} is there twice")
@@ -202,12 +202,15 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")) or len(text) > 512 or "#" in text:
+def _engine(text: str) -> EngineSettings:
+    if not text.startswith(("http://", "https://")) or len(text) > 512:
         raise ConfigError(f"--engine {text}: must be http://HOST:PORT")
     if urlsplit(text).path.strip("/"):
         raise ConfigError(f"--engine {text}: must be http://HOST:PORT, without {urlsplit(text).path}")
-    return text.rstrip("/")
+    try:
+        return EngineSettings(text.rstrip("/"))
+    except ValueError as error:
+        raise ConfigError(f"--engine: {error}") from None
 
 
 def _store(options: argparse.Namespace, config: Config) -> StoreSettings | None:

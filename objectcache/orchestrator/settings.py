@@ -36,7 +36,8 @@ class EngineSettings:
     """One engine. `events` and `replay` are ZMQ endpoints; None: those that `GET /kv_event_sources` names, if any.
     An endpoint that begins with `bind:` is bound here, for an engine that connects to it; anybody else may, too, so
     `topic` is then a secret that only the engine knows. `requests_max` is how many requests the engine runs at the same
-    time; None: REQUESTS_MAX_DEFAULT, within its KV blocks. Raises ValueError.
+    time; None: REQUESTS_MAX_DEFAULT, within its KV blocks. Everybody sees the URL, as the engine's name, so it has no
+    password. Raises ValueError.
     """
 
     url: str
@@ -49,6 +50,8 @@ class EngineSettings:
     token_us: float | None = None
 
     def __post_init__(self) -> None:
+        if not _is_plain_address(self.url):
+            raise ValueError("url must be http://HOST:PORT, and nothing else")
         if RANK_MARK in self.name + self.url:
             raise ValueError("name and url: # is for the ranks of an engine")
         if self.events is not None and self.events.startswith(BIND) and len(self.topic) < SECRET_TOPIC_CHARACTERS_MIN:
@@ -119,13 +122,13 @@ class OrchestratorSettings:
 
 
 def _is_plain_address(url: str) -> bool:
-    """Whether a URL has a host and a port that can be, and no user, query or fragment."""
+    """Whether a URL has a port that can be, and no user, password, query or fragment."""
     parts = urlsplit(url)
     try:
         is_port = parts.port is None or parts.port > 0
     except ValueError:
         return False
-    return is_port and url.isprintable() and not (parts.query or parts.fragment or parts.username or "?" in url)
+    return is_port and url.isprintable() and not (parts.query or parts.fragment or "@" in parts.netloc or "?" in url)
 
 
 def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
@@ -140,8 +143,6 @@ def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
         raise ValueError("url must be http://HOST:PORT")
     if urlsplit(url).path.strip("/"):
         raise ValueError(f"url must be http://HOST:PORT, without {urlsplit(url).path}")
-    if not _is_plain_address(url):
-        raise ValueError("url must be http://HOST:PORT, and nothing else")
     found: dict[str, Any] = {"url": url.rstrip("/")}
     for name in ("name", "events", "replay", "topic"):
         value = document.get(name)

@@ -14,7 +14,7 @@ from objectcache.adapters.memory_area import PrivateArea
 from objectcache.adapters.trust import client_context
 from objectcache.cli.config import ConfigError, check_tenants, load_config, load_credentials
 from objectcache.cli.main import run
-from objectcache.orchestrator.settings import engine_settings
+from objectcache.orchestrator.settings import EngineSettings, engine_settings
 from objectcache.orchestrator.tokenizer import LocalTokenizer, TokenizerFiles
 
 SECRET = 'secret_key = "0123456789abcdef"'
@@ -92,6 +92,11 @@ def test_a_tenant_that_nobody_is_is_refused(tmp_path: Path) -> None:
             "is no directory: is the file system mounted?",
         ),
         (["orchestrator", "--engine", "http://127.0.0.1:8000/v1"], "must be http://HOST:PORT, without /v1"),
+        (
+            ["orchestrator", "--engine", "http://me:secret@127.0.0.1:8000"],
+            "--engine: url must be http://HOST:PORT, and",
+        ),
+        (["orchestrator", "--engine", "http://127.0.0.1:8000?a=b"], "--engine: url must be http://HOST:PORT, and"),
         (["demo", "--quick", "--model", "x"], "--quick takes no --model"),
         (["calibrate", "theta", "--data", "{tmp}/no/folder", "--smoke"], "{tmp}/no: no such folder"),
     ],
@@ -129,6 +134,21 @@ def test_an_engine_is_registered_without_a_path() -> None:
         engine_settings({"url": "http://127.0.0.1:8000#"})
     with pytest.raises(ValueError, match="without /v1"):
         engine_settings({"url": "http://127.0.0.1:8000/v1"})
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@a:1", "http://me@a:1", "http://:secret@a:1", "http://a:1?b", "http://a:0"]
+)
+def test_an_engine_is_given_without_a_password(url: str, tmp_path: Path) -> None:
+    """An engine's name is its URL, which every answer and the metrics tell to everybody."""
+    with pytest.raises(ValueError, match="and nothing else"):
+        EngineSettings(url)
+    with pytest.raises(ValueError, match="and nothing else"):
+        engine_settings({"url": url, "name": "a"})
+    file = tmp_path / "config.toml"
+    file.write_text(f'[[engines]]\nurl = "{url}"\nname = "a"\n')
+    with pytest.raises(ConfigError, match="and nothing else"):
+        load_config(file)
 
 
 def test_a_tokenizer_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
