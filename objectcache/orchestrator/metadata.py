@@ -101,9 +101,8 @@ class Metadata:
         """Do so no more."""
         self.file.write("DELETE FROM pins WHERE prefix = ?", [(prefix,)])
 
-    def pins(self, now: float) -> dict[str, tuple[str, float | None]]:
-        """Prefixes with their engines and their ends. Pins that are over are forgotten."""
-        self.file.write("DELETE FROM pins WHERE until <= ?", [(now,)])
+    def pins(self) -> dict[str, tuple[str, float | None]]:
+        """Prefixes with their engines and their ends, also those that are over by this host's clock."""
         rows = self.file.read("SELECT prefix, engine, until FROM pins")
         return {prefix: (engine, until) for prefix, engine, until in rows}
 

@@ -10,6 +10,7 @@ import pytest
 
 from bench.beds.canned_engines import CannedSettings
 from objectcache.adapters.etcd import Etcd
+from objectcache.orchestrator import orders
 from objectcache.orchestrator.registry import EtcdRegistry
 from objectcache.orchestrator.router import Pin
 from objectcache.orchestrator.rules import prefix_index
@@ -89,7 +90,9 @@ async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
         etcd.start()
 
 
-async def test_a_pin_sends_prompts_that_begin_so_to_its_engine_until_it_is_over(etcd: EtcdServer) -> None:
+async def test_a_pin_sends_prompts_that_begin_so_to_its_engine_until_it_is_over(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever orchestrator they come to, and whoever holds them."""
     async with (
         canned(2, FAST) as engines,
@@ -108,7 +111,10 @@ async def test_a_pin_sends_prompts_that_begin_so_to_its_engine_until_it_is_over(
         assert (await one.ask("PUT", f"/_orchestrator/pins/{prefix}", over)).status == 200
         assert (await one.complete(PROMPT)).engine in {home, away}
         assert (await one.ask("PUT", f"/_orchestrator/pins/{'0' * 32}", {"engine": home})).status == 200
-        await until(lambda: set(other.orchestrator.orders.pins) == {"0" * 32})  # a pin that is over is taken away
+        await until(lambda: set(other.orchestrator.orders.pins) == {prefix, "0" * 32})
+        monkeypatch.setattr(orders, "PINS_MAX", 2)
+        assert (await one.ask("PUT", f"/_orchestrator/pins/{'1' * 32}", {"engine": home})).status == 200
+        await until(lambda: set(other.orchestrator.orders.pins) == {"0" * 32, "1" * 32})  # the one that is over
         assert (await one.ask("POST", "/_orchestrator/route", {"prompt": [1, 2]})).json()["prefix"] is None
 
 

@@ -25,7 +25,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         "a", (7, 5.0), [CacheEntry("a", b"p1", b"n1"), CacheEntry("a", b"p2", b"n2")], [], is_cleared=False
     )
     metadata.set_pin("prefix", "a", None)
-    metadata.set_pin("over", "a", 5.0)
+    metadata.set_pin("ending", "a", 5.0)
     metadata.set_quota("t", '{"weight": 2}')
     metadata.close()
     again = Metadata(tmp_path)
@@ -34,7 +34,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert dict(again.sessions()) == {"s": "a", "t": "b"}
     assert again.blocks.batches() == {"a": (7, 5.0)}
     assert [(each.block, each.prefix) for each in again.blocks.all("a")] == [(b"n1", b"p1"), (b"n2", b"p2")]
-    assert again.pins(6.0) == {"prefix": ("a", None)}
+    assert again.pins() == {"prefix": ("a", None), "ending": ("a", 5.0)}
     assert again.quotas() == {"t": '{"weight": 2}'}
     again.close()
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0

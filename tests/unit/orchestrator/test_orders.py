@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
 
+from objectcache.orchestrator import orders as orders_module
 from objectcache.orchestrator.gate import Gate
 from objectcache.orchestrator.orders import Orders
 from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
@@ -36,3 +38,27 @@ def test_quotas_of_others_take_few_lines_of_the_log(caplog: pytest.LogCaptureFix
     (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
     assert len(record.getMessage()) < 700
     assert "\n" not in record.getMessage()
+
+
+async def test_a_clock_that_is_ahead_takes_no_pins_away_while_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any order, and a start, took away all pins that ended within the time by which the clock was ahead, for all
+    orchestrators.
+    """
+    monkeypatch.setattr(orders_module, "PINS_MAX", 2)
+    ends_s = time.time() + 3600
+    names = [digit * 32 for digit in "0123"]
+    writing = Writing(tmp_path, PrefixIndex(), Sessions())
+    orders = Orders(["a"], [], Gate(AdmissionSettings()), writing, None)
+    await orders.pin(names[0], {"engine": "a", "until": ends_s})
+    monkeypatch.setattr(orders_module.time, "time", lambda: ends_s + 3600)  # type: ignore[attr-defined]
+    await orders.pin(names[1], {"engine": "a"})
+    assert set(orders.pins) == set(names[:2])
+    again = Orders(["a"], [], Gate(AdmissionSettings()), writing, None)
+    assert again.pins == orders.pins
+    await again.pin(names[2], {"engine": "a"})
+    assert set(again.pins) == set(writing.metadata.pins()) == set(names[1:3]), "one that is over makes room"
+    with pytest.raises(ValueError, match="there are 2 pins already"):
+        await again.pin(names[3], {"engine": "a"})
+    await writing.stop()
