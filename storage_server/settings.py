@@ -71,10 +71,10 @@ class UpstreamSettings:
     """The way to another S3 service, and this server's account there.
 
     `connect_timeout_s` is for making a connection, `read_timeout_s` for the time between two reads of an answer, and
-    for as long an answer may come too slowly. At most `connections_max` connections are open, of which `fetches_max`
-    read chunks, and `uploads_max` write chunks that were written `back`. Chunks come into `landing_bytes` of memory,
-    and into files behind the deliveries; with 0 they come straight into files. Changes that others make there past us
-    are seen within `chunk_revalidate_s`; with 0 chunks never change.
+    for as long an answer may come too slowly. At most `connections_max` requests of callers are under way, of which
+    `uploads_max` write chunks that were written `back`; `fetches_max` fetches of chunks are under way beside them.
+    Chunks come into `landing_bytes` of memory, and into files behind the deliveries; with 0 they come straight into
+    files. Changes that others make there past us are seen within `chunk_revalidate_s`; with 0 chunks never change.
 
     With an endpoint `file:///DIR` the home is a directory that many servers share, and no account is needed. Changes by
     other servers are looked for every `poll_s`, and reads keep to `read_bytes_per_s` (None: no limit). Bodies up to

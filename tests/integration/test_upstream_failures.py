@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -325,3 +326,32 @@ def test_an_etag_that_no_answer_can_have_is_not_kept(upstream: FaultyUpstream, c
     assert request(cold.url, "GET", f"/chunks/{key}").status in (200, 404)
     assert request(cold.url, "PUT", f"/chunks/{key}", body=b"bytes").status == 200
     assert request(cold.url, "GET", f"/chunks/{key}").body == b"bytes"
+
+
+def test_slow_requests_of_a_caller_keep_no_turn_of_fetches(
+    home: LocalStack, upstream: FaultyUpstream, tmp_path: Path
+) -> None:
+    """A fetch that waited in its turn for a place among its caller's requests kept the fetches of all others waiting.
+    It comes straight into its file here, and its tags are asked for.
+    """
+    keys, chunks = make_chunks(1, LAYOUT, seed=44)
+    with home.client("chunks", "http") as direct:
+        direct.put_chunks(keys, list(chunks))
+    tag = {"TagSet": [{"Key": "objectcache-pin", "Value": ""}]}
+    s3_client(home.url).put_object_tagging(Bucket="chunks", Key=keys[0], Tagging=tag)
+    upstream.choose = lambda asked: Fault.HANGING if "/hang" in asked.path else None
+    settings = UpstreamSettings(upstream.url, *OWNER, connections_max=16, fetches_max=4, uploads_max=1, landing_bytes=0)
+    asked = [("GET", f"/chunks/hang{number}") for number in range(6)]
+    asked += [("HEAD", f"/chunks/hang{number}") for number in range(2)]
+    with (
+        LocalStack(tmp_path / "cold", upstream=settings) as cold,
+        cold.client("chunks", "http") as client,
+        ThreadPoolExecutor(len(asked)) as threads,
+    ):
+        hanging = [threads.submit(request, cold.url, method, target) for method, target in asked]
+        assert eventually(lambda: sum("/hang" in path for _, path, _ in upstream.seen) == len(asked))
+        buffer = client.allocate_buffer(chunks.nbytes)
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(10)
+        assert np.array_equal(buffer, chunks.ravel())
+        assert not any(each.done() for each in hanging)
+        upstream.release()

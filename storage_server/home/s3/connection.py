@@ -34,7 +34,7 @@ from storage_server.home.rules.headers import etag_of, has_digest, is_md5, requi
 from storage_server.home.rules.health import Scope, ServiceHealth, scope_of
 from storage_server.home.rules.refusals import NoConnectionError, is_about, refusal, unreachable
 from storage_server.home.s3.answers import BROKEN_OFF, document_of, error_document_of, head_in_time
-from storage_server.home.s3.places import RequestPlaces
+from storage_server.home.s3.places import REQUESTS_IN_TURN, RequestPlaces
 from storage_server.home.s3.sent_body import SentBody, checked_if_small
 from storage_server.settings import UpstreamSettings
 
@@ -94,8 +94,9 @@ class Upstream:
         )
         is_tls = settings.endpoint.startswith("https:")
         trusted = await asyncio.to_thread(client_context) if is_tls else True
-        # `RequestPlaces` are fewer: a request that tries whether the service is well needs none
-        connector = aiohttp.TCPConnector(limit=settings.connections_max + 1, ssl=trusted)
+        # no request waits here: one that tries whether the service is well needs no place, nor do those of fetches
+        most = settings.connections_max + 1 + REQUESTS_IN_TURN * settings.fetches_max
+        connector = aiohttp.TCPConnector(limit=most, ssl=trusted)
         self._session = careful_session(
             connector,
             timeout=timeout,

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from itertools import chain, count
 from typing import NamedTuple
 
+from storage_server.home.s3.places import needing_no_place
+
 HOLD_S = 0.2
 OTHERS_FRACTION = 0.125
 """One bucket leaves this part of the turns to others."""
@@ -90,7 +92,8 @@ class Turns:
                     self._take_back(bucket)
                 raise
             try:
-                yield
+                with needing_no_place():
+                    yield
             finally:
                 self._take_back(bucket)
                 self._ended_at_s = time.monotonic()
