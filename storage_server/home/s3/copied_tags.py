@@ -12,6 +12,8 @@ from functools import partial
 
 from descriptors.errors import ObjectCacheError
 from descriptors.objects import ReadRequest
+from descriptors.storage_api import SERVER_KEY
+from objectcache.adapters.caller import CALLER
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.key_locks import KeyLocks, Name
 from storage_server.home.service import HomeObjects
@@ -56,6 +58,10 @@ class CopiedTags:
             await asyncio.wait(self._readers)
 
     async def _read_all(self) -> None:
+        """Work for the server itself: the chunks are of several callers, and the one whose fetch began this may have
+        requests upstream that are slow.
+        """
+        CALLER.set(SERVER_KEY)
         while self._waiting:
             (bucket, key), etag = self._waiting.popitem(last=False)
             try:
@@ -68,7 +74,7 @@ class CopiedTags:
     async def _read(self, bucket: str, key: str, etag: str) -> None:
         async with self._locks.held(bucket, [key]):  # nobody changes them here meanwhile
             async with asyncio.timeout(READ_S_MAX):
-                found = (await self._objects.head_object("", ReadRequest(bucket, key))).info
+                found = (await self._objects.head_object(SERVER_KEY, ReadRequest(bucket, key))).info
             if found.etag == etag and found.attributes.tags:
                 with suppress(ObjectCacheError):
                     change = partial(_take_over, bucket=bucket, key=key, etag=etag, tags=found.attributes.tags)
