@@ -4,7 +4,6 @@ into the cache while the delivery is under way.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,13 +16,12 @@ import numpy as np
 from descriptors.chunk_names import is_chunk, is_chunk_key
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
-from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.presence import Presence
-from descriptors.storage_api import SERVER_KEY
 from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from storage_server.delivery.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.delivery.gather.landing import Landed
 from storage_server.delivery.gather.passing import PassingExtent
+from storage_server.home.comparisons import Comparisons
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.home_lookups import HomeLookups
@@ -40,7 +38,6 @@ from storage_server.planning.forms import Takes
 from storage_server.planning.rows import Rows, SourceTable
 from storage_server.planning.source import Pins, RowFailure
 
-CHECKS_MAX = 64
 PREFETCH_WAIT_S = 30.0
 KNOWN_S = 10.0
 Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
@@ -70,7 +67,7 @@ class UpstreamChunks:
         self._fetches = fetches
         self._forget = forget
         self._own = own
-        self._checks = asyncio.Semaphore(CHECKS_MAX)
+        self._comparisons = Comparisons(objects)
         self._known = KnownKeys(KNOWN_S)
         self._lookups = HomeLookups(objects)
 
@@ -285,38 +282,24 @@ class UpstreamChunks:
 
     async def _require_current(self, bucket: str, keys: Sequence[str], found: list[list[Extent] | None]) -> None:
         """Compare the ETags of objects that are no chunks with upstream, and forget those that differ."""
-
         doubtful = await self._doubtful(bucket, keys, found)
-        stale: list[tuple[int, StoredObject | None]] = []
-        for start, part in in_parts(doubtful):
-            await let_others_run(start)
-            current = await asyncio.gather(
-                *(self._is_current(bucket, keys[at], None if stored is None else stored.info) for at, stored in part)
-            )
-            stale += [each for each, is_so in zip(part, current, strict=True) if not is_so]
-        if stale:
-            await self._forget(bucket, {keys[at]: stored.version for at, stored in stale if stored is not None})
-        for at, _ in stale:
-            found[at] = None
-
-    async def _is_current(self, bucket: str, key: str, info: ObjectInfo | None) -> bool:
-        """Whether upstream still has the object of this ETag."""
-        try:
-            async with self._checks:
-                head = await self._objects.head_object(SERVER_KEY, ReadRequest(bucket, key))
-        except CallerError as error:
-            if error.code is not ErrorCode.NO_SUCH_KEY:
-                raise
-            return False
-        return info is not None and head.info.etag == info.etag
+        etags = {keys[at]: stored.info.etag for at, stored in doubtful if stored is not None}
+        stale = await self._comparisons.stale(bucket, etags)
+        versions = {keys[at]: stored.version for at, stored in doubtful if stored is not None and keys[at] in stale}
+        if versions:
+            await self._forget(bucket, versions)
+        for at, stored in doubtful:
+            if stored is None or keys[at] in stale:
+                found[at] = None
 
     async def _stop_stale(self, bucket: str, keys: Sequence[str]) -> None:
         """Stop the fetches of objects that are no chunks and that upstream has others of by now."""
         for key in keys:
             info = None if is_chunk_key(key) else await self._fetches.info(bucket, key)
-            if info is None or is_chunk(key, info.attributes) or await self._is_current(bucket, key, info):
+            if info is None or is_chunk(key, info.attributes):
                 continue
-            await self._fetches.stop(bucket, [key])
+            if not await self._comparisons.is_current(bucket, key, info.etag):
+                await self._fetches.stop(bucket, [key])
 
 
 @dataclass(frozen=True, slots=True)
