@@ -41,6 +41,10 @@ from objectcache.orchestrator.under_way import UnderWay
 from objectcache.orchestrator.writing import Writing
 
 CONNECTIONS_MAX = 8192
+IDLE_S = 4.0
+"""An idle connection to an engine is used no more after so long. Engines end theirs after 5 s by default. A request
+that is on its way then fails, and there may be no other engine.
+"""
 METRICS_EVERY_S = 1.0
 """Anybody may ask for the metrics, and they are made no more often."""
 PROBES_MAX = 1024
@@ -141,7 +145,8 @@ class Orchestrator:
 
 
 def _session(connections_max: int) -> aiohttp.ClientSession:
-    return careful_session(aiohttp.TCPConnector(limit=connections_max, limit_per_host=0), headers=UNENCODED)
+    connector = aiohttp.TCPConnector(limit=connections_max, limit_per_host=0, keepalive_timeout=IDLE_S)
+    return careful_session(connector, headers=UNENCODED)
 
 
 def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:
