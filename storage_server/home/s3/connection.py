@@ -23,7 +23,7 @@ from yarl import URL
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
-from objectcache.adapters.caller import CALLER, CallerTurns
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.careful_session import careful_session
 from objectcache.adapters.threads import computed
 from objectcache.adapters.trust import client_context
@@ -80,7 +80,6 @@ class Upstream:
         self.health = ServiceHealth(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
-        self._documents = CallerTurns(1)
         self._places = RequestPlaces(settings.connections_max, settings.uploads_max, settings.read_timeout_s)
         self.failed_count = 0
         """How many requests the service did not answer, or was too busy for."""
@@ -126,24 +125,15 @@ class Upstream:
         **parameters: Any,
     ) -> _T:
         """`call`, and what `read` makes of the answer. It runs in a thread where the answer is long."""
-        sent = await self._beside(
+        sent = await computed(
             lambda: self._written(operation, headers or {}, parameters), is_long=has_many_entries(parameters)
         )
         async with self._answer(sent.method, sent.target, sent.headers, sent.body) as answer:
             body = await document_of(answer.content)
-            return await self._beside(
+            return await computed(
                 lambda: result_of(operation, answer.status, answer.headers, body, read),
                 is_long=len(body) > HERE_BYTES_MAX,
             )
-
-    async def _beside(self, work: Callable[[], _T], *, is_long: bool) -> _T:
-        """The result of `work`; beside the event loop where it is long, and then one at a time, in turns of callers.
-        Threads that compute take turns with the loop, so that many would leave it little.
-        """
-        if not is_long:
-            return work()
-        async with self._documents.turn():
-            return await computed(work, is_long=True)
 
     def _written(self, operation: str, headers: Mapping[str, str], parameters: Mapping[str, Any]) -> _Signed:
         call = call_of(operation, parameters)
