@@ -181,7 +181,8 @@ class StorageSettings:
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
 
-    `rdma_buffer_bytes` of memory hold the objects of the S3RDMA Buffer path, each whole; larger objects are declined.
+    `rdma_buffer_bytes` of memory hold the objects of the S3RDMA Buffer path, each whole. One access key has at most
+    half of it, and larger objects are declined.
 
     Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds the memory of plain S3 bodies. The
     index answers for the last `resolved_keys_max` keys of descriptors are kept, in at most `resolved_bytes_max`: about

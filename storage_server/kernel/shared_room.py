@@ -39,9 +39,9 @@ class SharedRoom:
         self._problem = problem
 
     @asynccontextmanager
-    async def holding(self) -> AsyncIterator[Held]:
-        """A part of it for CALLER, empty at first, until the block ends."""
-        held = Held(self, CALLER.get())
+    async def holding(self, caller: str | None = None) -> AsyncIterator[Held]:
+        """A part of it for the caller, by default CALLER, empty at first, until the block ends."""
+        held = Held(self, CALLER.get() if caller is None else caller)
         try:
             yield held
         finally:

@@ -15,37 +15,43 @@ from descriptors.storage_api import Piece
 from storage_server.delivery.gather.staging import Slot, StagingPool
 from storage_server.delivery.transport.one_sided import OneSided
 from storage_server.delivery.transport.ucx_memory import WHOLE_SLOT_BYTES
+from storage_server.kernel.shared_room import SharedRoom
 from storage_server.planning.put_plan import one_run
 
 
 class BufferStaging:
     """Memory for whole objects: `pool` has slots of WHOLE_SLOT_BYTES; a pool of None stages nothing. An object waits
-    until all of it fits, so that two half-staged objects cannot wait for each other.
+    until all of it fits, so that two half-staged objects cannot wait for each other. Others do not wait for a caller
+    whose own share is in use: its clients may be silent, and keep what they have for as long as they may.
     """
 
     def __init__(self, pool: StagingPool | None) -> None:
         self._pool = pool
-        self._taking = asyncio.Lock()
+        total, share = (0, 0) if pool is None else (pool.slot_count, pool.key_slots_max)
+        self._room = SharedRoom(total, share, "too many objects are staged whole on their way past HTTP")
 
     @property
     def nbytes(self) -> int:
         """The largest object that can be staged; 0 when none can."""
-        return 0 if self._pool is None else self._pool.slot_count * WHOLE_SLOT_BYTES
+        return self._room.share * WHOLE_SLOT_BYTES
 
     @asynccontextmanager
     async def lent(self, access_key: str, nbytes: int) -> AsyncIterator[list[Slot]]:
-        """Lend slots for `nbytes` bytes until the block ends. By then nothing may be in flight in them."""
-        slots: list[Slot] = []
-        try:
-            async with self._taking:
+        """Lend slots for `nbytes` bytes until the block ends. By then nothing may be in flight in them. Raises
+        ServerError(SlowDown) where they do not become free.
+        """
+        count, slots = -(-nbytes // WHOLE_SLOT_BYTES), list[Slot]()
+        async with self._room.holding(access_key) as held:
+            await held.at_least(count)
+            try:
                 if self._pool is not None:
                     window = self._pool.window(access_key, self._pool.slot_count)
-                    for _ in range(-(-nbytes // WHOLE_SLOT_BYTES)):
-                        slots.append(await window.take())
-            yield slots
-        finally:
-            for slot in slots:
-                slot.release()
+                    for _ in range(count):
+                        slots.append(await window.take())  # at once: so many are free
+                yield slots
+            finally:
+                for slot in slots:
+                    slot.release()
 
 
 class StagedBody:

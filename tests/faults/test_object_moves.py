@@ -45,12 +45,12 @@ WAYS = [objects.Path.DIRECT, objects.Path.BUFFER]
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Iterator[LocalStack]:
-    """Four slots of a MiB for everything, so that a few MiB need each several times."""
+    """One access key has four slots of a MiB for everything, so that a few MiB need each several times."""
     settings = {
         "aggregation_bytes": MIB,
         "window_bytes": 4 * MIB,
         "staging_bytes": 4 * MIB,
-        "rdma_buffer_bytes": 4 * MIB,
+        "rdma_buffer_bytes": 8 * MIB,
     }
     with LocalStack(tmp_path / "data", ucx=UCX, stall_timeout_s=5.0, **settings) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))

@@ -24,9 +24,7 @@ class UcxMemory:
         self.staging = StagingPool(settings.aggregation_bytes, slot_count, area, wipes=True)
         self.whole: StagingPool | None = None
         if whole_count:
-            self.whole = StagingPool(
-                WHOLE_SLOT_BYTES, whole_count, area, staging_bytes, key_slots_max=whole_count, wipes=True
-            )
+            self.whole = StagingPool(WHOLE_SLOT_BYTES, whole_count, area, staging_bytes, wipes=True)
 
     def dram_area(self, nbytes: int) -> SharedArea:
         """Memory for the DRAM tier, which the ucx process can read."""
