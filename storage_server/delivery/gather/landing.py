@@ -4,22 +4,25 @@ a payload can go when its bytes have come. It is bounded; what it has no room fo
 
 from __future__ import annotations
 
-from collections import Counter
-
+from objectcache.adapters.caller import CALLER
 from objectcache.adapters.memory_area import Area, PrivateArea
 from storage_server.planning.extent import aligned
+from storage_server.planning.fair_shares import FairShares
 from storage_server.planning.free_space import FreeSpace
 
-BUCKET_MEMORY_FRACTION = 0.5
-"""The part of the memory that one bucket may have: its readers must not take all of it."""
+MEMORY_FRACTION = 0.5
+"""The part of the memory that one bucket may have, and of what other callers leave one caller: its reads must not take
+all of it.
+"""
 
 
 class Landed:
     """The memory of one chunk. `take` returns it with one hold; the last `release` frees it."""
 
-    def __init__(self, landing: Landing, bucket: str, offset: int, nbytes: int) -> None:
+    def __init__(self, landing: Landing, bucket: str, caller: str, offset: int, nbytes: int) -> None:
         self._landing = landing
         self._bucket = bucket
+        self._caller = caller
         self._offset = offset
         self._nbytes = nbytes
         self._hold_count = 1
@@ -48,7 +51,7 @@ class Landed:
         """Remove a holder."""
         self._hold_count -= 1
         if not self._hold_count:
-            self._landing._give_back(self._bucket, self._offset, self._nbytes)
+            self._landing._give_back(self._bucket, self._caller, self._offset, self._nbytes)
 
 
 class Landing:
@@ -58,29 +61,30 @@ class Landing:
 
     def __init__(self, nbytes: int, area: Area | None = None) -> None:
         self.nbytes = nbytes
-        self.used_bytes = 0
-        """The memory in bytes that chunks lie in."""
         self._free = FreeSpace(nbytes)
-        self._by_bucket: Counter[str] = Counter()
+        self._shares = FairShares(nbytes, MEMORY_FRACTION)
         if nbytes:
             area = area or PrivateArea(nbytes)
             self.view = memoryview(area.map)[:nbytes]
             self.address = area.address
 
+    @property
+    def used_bytes(self) -> int:
+        """The memory in bytes that chunks lie in."""
+        return self._shares.held
+
     def take(self, bucket: str, nbytes: int) -> Landed | None:
-        """Memory for a chunk of the bucket; None where there is no room."""
-        taken_bytes = aligned(nbytes)
-        if self._by_bucket[bucket] + taken_bytes > BUCKET_MEMORY_FRACTION * self.nbytes:
+        """Memory for a chunk of the bucket, which CALLER asks for; None where there is no room."""
+        taken_bytes, caller = aligned(nbytes), CALLER.get()
+        if taken_bytes > self._shares.left(bucket, caller):
             return None
         offset = self._free.take(taken_bytes)
         if offset is None:
             return None
-        self.used_bytes += taken_bytes
-        self._by_bucket[bucket] += taken_bytes
-        return Landed(self, bucket, offset, nbytes)
+        self._shares.take(bucket, caller, taken_bytes)
+        return Landed(self, bucket, caller, offset, nbytes)
 
-    def _give_back(self, bucket: str, offset: int, nbytes: int) -> None:
+    def _give_back(self, bucket: str, caller: str, offset: int, nbytes: int) -> None:
         taken_bytes = aligned(nbytes)
         self._free.give_back(offset, taken_bytes)
-        self.used_bytes -= taken_bytes
-        self._by_bucket -= Counter({bucket: taken_bytes})
+        self._shares.give_back(bucket, caller, taken_bytes)

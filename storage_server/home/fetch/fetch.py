@@ -22,7 +22,7 @@ from descriptors.units import MIB
 from objectcache.adapters.kept_errors import without_frames
 from objectcache.adapters.threads import HERE_BYTES_MAX, computed, to_end
 from storage_server.delivery.gather.coming import Arrival, ComingExtent
-from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landing
+from storage_server.delivery.gather.landing import MEMORY_FRACTION, Landing
 from storage_server.delivery.gather.passing import PassingExtent
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.passing_chunk import PassingChunk
@@ -160,7 +160,7 @@ class Ways:
                 await self.io.run(store)
 
     def _is_quiet(self) -> bool:
-        is_pressed = self.landing.used_bytes > QUIET_FRACTION_MAX * BUCKET_MEMORY_FRACTION * self.landing.nbytes
+        is_pressed = self.landing.used_bytes > QUIET_FRACTION_MAX * MEMORY_FRACTION * self.landing.nbytes
         is_waited_for = self.cache.bound.waiting_bytes > 0
         return is_pressed or is_waited_for or time.monotonic() - self.turns.busy_at_s >= QUIET_S
 

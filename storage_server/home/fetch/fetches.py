@@ -8,8 +8,7 @@ takes more of the processor than all the rest. Where the landing memory has no r
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
@@ -27,50 +26,17 @@ from storage_server.home.s3.turns import Turns
 from storage_server.home.service import HomeObjects
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.planning.extent import Extent
+from storage_server.planning.fair_shares import FairShares
 
 FETCHES_MAX = 16_384
-EACH_FETCHES_FRACTION = 0.5
-"""One bucket has no more than this fraction of all fetches and prefetches, and neither has one access key, which may
-ask in many buckets: they must not stop the fetches of others.
+FETCHES_FRACTION = 0.5
+"""One bucket has no more than this fraction of all fetches and prefetches, and one caller of what others leave: its
+reads must not stop those of others.
 """
 PREFETCHES_MAX = 1024
 PREFETCH_FRACTION = 0.25
 """Prefetches take this fraction of the connections for chunks."""
 IO_THREADS = 2
-
-
-class _Shares:
-    """How many fetches are under way, of each bucket and for each caller."""
-
-    def __init__(self) -> None:
-        self._of_buckets: Counter[str] = Counter()
-        self._of_callers: Counter[str] = Counter()
-        self.count = 0
-        """How many there are of all."""
-
-    def is_full(self, bucket: str, most: int) -> bool:
-        """Whether no further one of the bucket may begin for CALLER, where there are `most` at most. The server itself
-        may have all of them.
-        """
-        caller, each_max = CALLER.get(), EACH_FETCHES_FRACTION * most
-        is_callers_full = bool(caller) and self._of_callers[caller] >= each_max
-        return self.count >= most or self._of_buckets[bucket] >= each_max or is_callers_full
-
-    def begun(self, bucket: str) -> Callable[[], None]:
-        """Count one of the bucket for CALLER until the result is called."""
-        counted = [(self._of_buckets, bucket), (self._of_callers, CALLER.get())]
-        self.count += 1
-        for counts, name in counted:
-            counts[name] += 1
-
-        def end() -> None:
-            self.count -= 1
-            for counts, name in counted:
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-
-        return end
 
 
 class Fetches:
@@ -101,8 +67,8 @@ class Fetches:
             tags=self._tags,
         )
         self._running: dict[Name, Fetch] = {}
-        self._fetching = _Shares()
-        self._prefetching = _Shares()
+        self._fetching = FairShares(FETCHES_MAX, FETCHES_FRACTION)
+        self._prefetching = FairShares(PREFETCHES_MAX, FETCHES_FRACTION)
         self._prefetch_slots = asyncio.Semaphore(max(1, int(PREFETCH_FRACTION * requests_max)))
         self.fetched_bytes = 0
         """The bytes of chunks that have come as a whole since the start."""
@@ -130,7 +96,7 @@ class Fetches:
         Chunks that are on their way already
         are joined. Where it does not keep them, others pass. Raises ServerError(SlowDown).
         """
-        waves = -(-(len(keys) + self._fetching.count) // self._requests_max)
+        waves = -(-(len(keys) + self._fetching.held) // self._requests_max)
         fetches: list[Fetch] = []
         for start, part in in_parts(keys):
             await let_others_run(start)
@@ -156,7 +122,7 @@ class Fetches:
         """
         begun = set[Fetch]()
         for key in keys:
-            if self._prefetching.is_full(bucket, PREFETCHES_MAX) or self._fetching.is_full(bucket, FETCHES_MAX):
+            if self._prefetching.left(bucket, CALLER.get()) < 1 or self._is_full(bucket):
                 break
             if (bucket, key) not in self._running:
                 fetch = self._begun(bucket, key, 0, None, waves=1)
@@ -192,9 +158,12 @@ class Fetches:
             return running
         if running is not None:  # a prefetch that has not begun: this one is more urgent
             running.task.cancel()
-        if self._fetching.is_full(bucket, FETCHES_MAX):
+        if self._is_full(bucket):
             raise ServerError(ErrorCode.SLOW_DOWN, "too many chunks are on their way", retryable=True)
         return self._begun(bucket, key, index, layout, waves=waves, keeps=keeps)
+
+    def _is_full(self, bucket: str) -> bool:
+        return self._fetching.left(bucket, CALLER.get()) < 1
 
     def _begun(
         self,
@@ -206,12 +175,14 @@ class Fetches:
         waves: int,
         keeps: bool = True,
     ) -> Fetch:
-        ends = [self._fetching.begun(bucket), *([self._prefetching.begun(bucket)] if layout is None else [])]
+        counted, caller = [self._fetching] + [self._prefetching] * (layout is None), CALLER.get()
+        for shares in counted:
+            shares.take(bucket, caller, 1)
 
         def on_come() -> None:
             """A chunk that has come, and is still written into its file, counts no more."""
-            while ends:
-                ends.pop()()
+            while counted:
+                counted.pop().give_back(bucket, caller, 1)
 
         fetch = self._running[bucket, key] = Fetch(
             ways=self._ways,

@@ -3,7 +3,7 @@
 
 Later groups wait until no first group is waiting or under way, since the first layer of a prefix is complete only with
 its last chunk's. They wait for HOLD_S at most: one slow answer must not stop all others. Some turns are left to other
-buckets than the one that has most, whose objects may all hang, and to other callers, since one may ask in many buckets.
+buckets and callers than those that have most: all objects of the bucket may hang, and the caller may have many buckets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain, count
 from typing import NamedTuple
@@ -22,22 +22,14 @@ from storage_server.home.s3.places import needing_no_place
 
 HOLD_S = 0.2
 OTHERS_FRACTION = 0.125
-"""One bucket leaves this part of the turns to others, and so does one caller."""
+"""One bucket leaves this part of the turns to others, and one caller does."""
 RESOLUTION_S = 0.001
 """Timers may come so much too early."""
 
-
-class _Owner(NamedTuple):
-    """A bucket or a caller, whose requests leave turns to others."""
-
-    kind: str
-    name: str
-
-
-def _owners(bucket: str) -> tuple[_Owner, ...]:
-    """Return the owners of a request for CALLER. The server itself is none, and may have all turns."""
-    caller = CALLER.get()
-    return (_Owner("bucket", bucket), *([_Owner("caller", caller)] if caller else []))
+_User = tuple[str, str]
+"""A bucket or a caller: which of the two, and its name."""
+_Users = tuple[_User, _User]
+"""The bucket and the caller of a request."""
 
 
 class _Waiting(NamedTuple):
@@ -48,7 +40,7 @@ class _Waiting(NamedTuple):
     number: int
     held_until_s: float
     turn: asyncio.Future[None]
-    owners: tuple[_Owner, ...]
+    users: _Users
 
 
 class Turns:
@@ -61,9 +53,11 @@ class Turns:
         self._order = count()
         self._waiting: list[_Waiting] = []
         self._each_max = requests_max - int(OTHERS_FRACTION * requests_max)
-        self._running: Counter[_Owner] = Counter()
-        self._full: dict[_Owner, list[_Waiting]] = {}
-        """Requests of owners that have as many turns as one may have. Each is in the list of one of its owners."""
+        self._running: Counter[_User] = Counter()
+        self._full: dict[_Users, list[_Waiting]] = {}
+        """Requests of a bucket or a caller that had as many turns as one may have."""
+        self._full_of: dict[_User, dict[_Users, None]] = {}
+        """The keys of these by each bucket and each caller: the first one is next."""
         self._by_age: deque[_Waiting] = deque()
         self._served_count = 0
         self._first_count = 0
@@ -81,7 +75,7 @@ class Turns:
     @asynccontextmanager
     async def turn(self, group_index: int, chunk_index: int, bucket: str = "") -> AsyncIterator[None]:
         """Wait for the turn of this group of this chunk of the bucket, for CALLER, and hold it until the block ends."""
-        loop, owners = asyncio.get_running_loop(), _owners(bucket)
+        loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         held_until_s = loop.time() + HOLD_S
         waiting = _Waiting(
@@ -90,7 +84,7 @@ class Turns:
             number=next(self._order),
             held_until_s=held_until_s,
             turn=turn,
-            owners=owners,
+            users=(users := (("bucket", bucket), ("caller", CALLER.get()))),
         )
         heapq.heappush(self._waiting, waiting)
         self._by_age.append(waiting)
@@ -103,13 +97,13 @@ class Turns:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._take_back(owners)
+                    self._take_back(users)
                 raise
             try:
                 with needing_no_place():
                     yield
             finally:
-                self._take_back(owners)
+                self._take_back(users)
                 self._ended_at_s = time.monotonic()
         finally:
             if timer is not None:
@@ -124,49 +118,65 @@ class Turns:
             oldest = self._by_age[0] if self._by_age else None
             self._served_count += 1
             is_old = oldest is not None and self._served_count % 2 and _left_s(oldest) <= RESOLUTION_S
-            if oldest is not None and is_old and self._full_one(oldest.owners) is None:
+            if oldest is not None and is_old and self._may_have_more(oldest.users):
                 self._give(oldest)  # every second turn goes by age where requests wait long: none waits for ever
                 continue
             waiting = self._waiting[0]
-            full = None if waiting.turn.done() else self._full_one(waiting.owners)
-            if waiting.turn.done() or full is not None:
+            if waiting.turn.done():
                 heapq.heappop(self._waiting)
-                if full is not None:
-                    heapq.heappush(self._full.setdefault(full, []), waiting)
-                self._refill(owner for owner in waiting.owners if self._running[owner] < self._each_max)
+                self._refill(waiting.users)
+            elif not self._may_have_more(waiting.users):
+                self._set_aside(heapq.heappop(self._waiting))
+                self._refill(waiting.users)  # it may have come in place of one that can have the turn
             elif waiting.group_index and self._first_count and _left_s(waiting) > RESOLUTION_S:
                 return
             else:
                 self._give(heapq.heappop(self._waiting))
 
-    def _full_one(self, owners: Iterable[_Owner]) -> _Owner | None:
-        """The first of these that may have no more turns now."""
-        return next((owner for owner in owners if self._running[owner] >= self._each_max), None)
+    def _may_have_more(self, users: _Users) -> bool:
+        return all(self._running[user] < self._each_max for user in users)
+
+    def _set_aside(self, waiting: _Waiting) -> None:
+        heapq.heappush(self._full.setdefault(waiting.users, []), waiting)
+        for user in waiting.users:
+            self._full_of.setdefault(user, {})[waiting.users] = None
 
     def _give(self, waiting: _Waiting) -> None:
         self._free -= 1
-        self._running.update(waiting.owners)
+        self._running.update(waiting.users)
         waiting.turn.set_result(None)
 
-    def _take_back(self, owners: Sequence[_Owner]) -> None:
-        """A turn of these has ended: one more of the requests of each may have one."""
+    def _take_back(self, users: _Users) -> None:
+        """A turn of this bucket and caller has ended: one more of their requests may have one."""
         self._free += 1
-        for owner in owners:
-            self._running[owner] -= 1
-            if not self._running[owner]:
-                del self._running[owner]
-        self._refill(owners)
+        self._running -= Counter(users)
+        self._refill(users)
 
-    def _refill(self, owners: Iterable[_Owner]) -> None:
-        """Have the next request wait of each owner that had as many turns as it may have."""
-        for owner in owners:
-            full = self._full.pop(owner, [])
-            while full and full[0].turn.done():
-                heapq.heappop(full)
+    def _refill(self, users: _Users) -> None:
+        """Have one request of the bucket wait, and one of the caller, that was set aside and may have a turn now."""
+        for user in users:
+            if self._running[user] < self._each_max:
+                while (able := next(filter(self._may_have_more, self._full_of.get(user, ())), None)) is not None:
+                    if self._refill_from(able):
+                        break
+
+    def _refill_from(self, users: _Users) -> bool:
+        """Whether there is a request that nobody has given up."""
+        full = self._full.pop(users)
+        while full and full[0].turn.done():
+            heapq.heappop(full)
+        is_one = bool(full)
+        if is_one:
+            heapq.heappush(self._waiting, heapq.heappop(full))
+        for user in users:
+            del self._full_of[user][users]
             if full:
-                heapq.heappush(self._waiting, heapq.heappop(full))
-            if full:
-                self._full[owner] = full
+                self._full_of[user][users] = None  # behind the others
+            elif not self._full_of[user]:
+                del self._full_of[user]
+        if full:
+            self._full[users] = full
+        return is_one
 
 
 def _left_s(waiting: _Waiting) -> float:

@@ -9,8 +9,9 @@ from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.units import KIB
+from objectcache.adapters.caller import CALLER
 from storage_server.delivery.gather.coming import Arrival, Coming, ComingExtent, hold_landed, is_whole, with_landed
-from storage_server.delivery.gather.landing import BUCKET_MEMORY_FRACTION, Landing
+from storage_server.delivery.gather.landing import MEMORY_FRACTION, Landing
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.planning.plan import plan_delivery
@@ -38,9 +39,12 @@ def test_one_bucket_cannot_take_all() -> None:
     landing = Landing(4 * TAKEN_BYTES)
     taken = [landing.take("greedy", CHUNK_BYTES) for _ in range(3)]
     assert [landed is not None for landed in taken] == [True, True, False]
-    assert landing.used_bytes == BUCKET_MEMORY_FRACTION * landing.nbytes
+    assert landing.used_bytes == MEMORY_FRACTION * landing.nbytes
+    assert landing.take("greedy's second", CHUNK_BYTES) is None, "one caller has as many buckets as it likes"
+    set_back = CALLER.set("other")
     others = [landing.take("other", CHUNK_BYTES) for _ in range(3)]
-    assert [landed is not None for landed in others] == [True, True, False]
+    CALLER.reset(set_back)
+    assert [landed is not None for landed in others] == [True, False, False]
     for landed in (*taken, *others):
         if landed is not None:
             landed.release()

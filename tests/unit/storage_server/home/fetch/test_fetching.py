@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import weakref
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from descriptors.objects import BodyDigests, ChecksumAlgorithm, ReadRequest
 from objectcache.adapters.caller import CALLER
 from storage_server.delivery.gather.landing import Landing
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.home.fetch import fetches as fetches_module
 from storage_server.home.fetch.fetches import Fetches
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.rules.groups import GROUP_BYTES_MAX, LATER_BYTES_MIN, SPLIT_BYTES_MIN, group_ends
@@ -126,42 +124,13 @@ async def test_no_request_waits_for_ever_behind_first_groups() -> None:
     assert sorted(served) == [1, 50]
 
 
-async def test_one_caller_leaves_half_of_the_fetches_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller in three buckets had all of them, and the chunks of others were refused."""
-    monkeypatch.setattr(fetches_module, "FETCHES_MAX", 12)
-    store = EmbeddedStore(StorageSettings(data_dir=tmp_path))
-    await store.start()
-    objects: Any = _HangingObjects()
-    fetches, layout = Fetches(objects, store, KeyLocks(), 4, Landing(0)), ChunkLayout(1, 1, 4096)
-
-    def begin(caller: str, bucket: str, keys: Sequence[str]) -> asyncio.Task[Any]:
-        CALLER.set(caller)
-        return asyncio.create_task(fetches.begin(bucket, keys, layout))
-
-    greedy = [begin("greedy", f"bucket-{number}", ["a", "b", "c"]) for number in range(4)]
-    other = begin("other", "bucket", [f"key{number}" for number in range(6)])
-    await settled()
-    assert [each.done() for each in greedy] == [False, False, True, True]
-    with pytest.raises(ServerError, match="too many chunks"):
-        greedy[3].result()
-    assert not other.done()
-    assert fetches.running_count == 12
-    await fetches.close()
-    await asyncio.wait([*greedy, other])
-    again = begin("greedy", "bucket-9", ["a"])
-    await settled()
-    assert not again.done()
-    await fetches.close()
-    await asyncio.wait([again])
-    store.close()
-
-
 async def test_one_bucket_leaves_some_turns_to_others() -> None:
     """All its objects may hang at the service."""
     turns, order = Turns(8), list[str]()
     may_end = asyncio.Event()
 
     async def ask(bucket: str, chunk: int) -> None:
+        CALLER.set(f"owner of {bucket}")
         async with turns.turn(0, chunk, bucket):
             order.append(f"{bucket}{chunk}")
             await may_end.wait()
@@ -189,56 +158,99 @@ async def test_one_bucket_leaves_some_turns_to_others() -> None:
     await asyncio.wait(again)
 
 
-async def test_one_caller_leaves_some_turns_to_others() -> None:
-    """It may ask in any number of buckets, for chunks that are not there."""
+async def test_one_caller_leaves_some_turns_to_others_however_many_buckets_it_has() -> None:
     turns, order = Turns(8), list[str]()
-    may_end = asyncio.Event()
+    events = {name: asyncio.Event() for name in ("a", "b", "c", "d")}
 
     async def ask(caller: str, bucket: str, chunk: int) -> None:
         CALLER.set(caller)
         async with turns.turn(0, chunk, bucket):
-            order.append(f"{caller}{chunk}")
-            await may_end.wait()
+            order.append(f"{caller}:{bucket}{chunk}")
+            await events[bucket].wait()
 
-    asked = [asyncio.create_task(ask("a", f"bucket-{chunk % 3}", chunk)) for chunk in range(12)]
+    greedy = [asyncio.create_task(ask("x", "ab"[at % 2], at)) for at in range(12)]
     await settled()
-    assert order == [f"a{chunk}" for chunk in range(7)]
-    asked += [asyncio.create_task(ask("b", "bucket-0", chunk)) for chunk in (98, 99)]
+    assert order == [f"x:{'ab'[at % 2]}{at}" for at in range(7)]
+    others = [asyncio.create_task(ask("y", bucket, 99)) for bucket in ("a", "c")]
     await settled()
-    assert order[7:] == ["b98"]
-    asked[0].cancel()
+    assert order[7:] == ["y:a99"]
+    events["b"].set()  # three of x end, and what waits of b ends at once
     await settled()
-    assert order[8:] == ["a7"]
-    may_end.set()
-    await asyncio.wait(asked)
-    assert sorted(order[9:]) == ["a10", "a11", "a8", "a9", "b99"]
+    assert set(order[8:]) == {"x:b7", "x:a8", "x:b9", "x:a10", "x:b11", "y:c99"}
+    for event in events.values():
+        event.set()
+    await asyncio.wait([*greedy, *others])
+    assert len(order) == 14
     assert turns.waiting_count == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-async def test_all_requests_have_their_turns_whatever_callers_and_buckets_they_are_of(seed: int) -> None:
-    """A request waits in the list of a bucket or of a caller, and must not be left there."""
-    chance, turns, served = random.Random(seed), Turns(8), list[int]()
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=80))
+def test_every_request_that_is_not_given_up_gets_its_turn(asked: list[tuple[int, int, int, bool]]) -> None:
+    """Its bucket and its caller do not matter, nor what others give up."""
 
-    async def ask(number: int) -> None:
-        CALLER.set(chance.choice("abc"))
-        async with turns.turn(0, chance.randrange(40), chance.choice("xyz")):
-            served.append(number)
-            for _ in range(chance.randrange(4)):
+    async def served() -> None:
+        turns, got = Turns(8), set[int]()
+
+        async def ask(number: int, caller: int, bucket: int, group: int) -> None:
+            CALLER.set(str(caller))
+            async with turns.turn(group, number % 5, str(bucket)):
+                got.add(number)
+                await asyncio.sleep(0)
                 await asyncio.sleep(0)
 
-    tasks = [asyncio.create_task(ask(number)) for number in range(200)]
-    for given_up in chance.sample(tasks, 40):
+        tasks = [
+            asyncio.create_task(ask(at, caller, bucket, group)) for at, (caller, bucket, group, _) in enumerate(asked)
+        ]
         await asyncio.sleep(0)
-        given_up.cancel()
-    async with asyncio.timeout(60):
-        await asyncio.wait(tasks)
-    assert len(served) >= 160
-    assert turns.waiting_count == 0
-    for _ in range(2):
-        async with AsyncExitStack() as held:
-            for bucket in "xyxyxyxy":
-                await held.enter_async_context(turns.turn(0, 0, bucket))
+        for task, (_, _, _, is_given_up) in zip(tasks, asked, strict=True):
+            if is_given_up:
+                task.cancel()
+        if tasks:
+            assert not (await asyncio.wait(tasks, timeout=20))[1]
+        assert got >= {at for at, each in enumerate(asked) if not each[3]}
+        assert turns.waiting_count == 0
+
+    asyncio.run(served())
+
+
+async def test_one_caller_leaves_fetches_to_others_however_many_buckets_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches go on when the one that has asked for them is gone."""
+    monkeypatch.setattr("storage_server.home.fetch.fetches.FETCHES_MAX", 8)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path))
+    await store.start()
+    hanging = asyncio.Event()
+
+    class Hanging:
+        counts_tags = True
+
+        @asynccontextmanager
+        async def open_range(self, request: ReadRequest) -> AsyncIterator[Any]:
+            await hanging.wait()
+            yield
+
+    objects: Any = Hanging()
+    fetches = Fetches(objects, store, KeyLocks(), 4, Landing(0))
+    layout = ChunkLayout(1, 1, 4096)
+
+    async def begin(caller: str, bucket: str, count: int) -> None:
+        CALLER.set(caller)
+        await fetches.begin(bucket, [f"key {at}" for at in range(count)], layout)
+
+    begun = [asyncio.create_task(begin("greedy", bucket, 3)) for bucket in ("one", "two")]
+    await settled()
+    with pytest.raises(ServerError, match="too many"):
+        begun[1].result()
+    assert fetches.running_count == 4
+    begun.append(asyncio.create_task(begin("other", "three", 2)))
+    await settled()
+    assert not begun[2].done()
+    assert fetches.running_count == 6
+    for each in begun:
+        each.cancel()
+    await fetches.close()
+    store.close()
 
 
 async def test_requests_that_are_given_up_leave_their_turns_to_others_of_their_bucket() -> None:
@@ -420,15 +432,6 @@ async def test_of_a_body_that_is_not_what_it_should_be_less_is_sent_than_announc
 
 class _Piece(bytearray):
     """Bytes that can be referred to weakly."""
-
-
-class _HangingObjects:
-    """A home that does not answer."""
-
-    @asynccontextmanager
-    async def open_range(self, request: ReadRequest) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield
 
 
 class _FailingObjects:
