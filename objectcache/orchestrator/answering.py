@@ -152,13 +152,13 @@ class Answering:
         """The answer of an engine. The request has a place only while engines work for it: it waits for an engine, and
         for tokens that are made here, without one.
         """
-        parts, receipt, model = self._parts, exchange.receipt, exchange.asked.model
+        parts, receipt = self._parts, exchange.receipt
         if parts.tokens.are_made_here:
             await self._tokenize(exchange)
         until_s = time.monotonic() + parts.settings.admission.deadline_s
         try:
             for _ in range(ATTEMPTS_MAX):
-                await self._engine_comes(model, tenant, until_s)
+                await self._engine_comes(exchange, tenant, until_s)
                 needed = _tokens_about(exchange) + exchange.asked.output_tokens
                 only_engine = partial(self._only_engine, exchange)
                 admitted = parts.gate.admitted(receipt.request_id, tenant, needed, until_s, only_engine)
@@ -191,19 +191,27 @@ class Answering:
         finally:
             exchange.receipt.tokenize_s = time.monotonic() - began_s
 
-    async def _engine_comes(self, model: str, tenant: Tenant, until_s: float) -> None:
+    async def _engine_comes(self, exchange: Exchange, tenant: Tenant, until_s: float) -> None:
         """Wait for an engine where none takes requests, because a restart takes seconds. Raises Refusal where none has
         come, TooBusyError.
         """
-        parts = self._parts
-        if not parts.roster.may_come(model):
+        if not await self._may_come(exchange):
             return
+        parts, model = self._parts, exchange.asked.model
         with parts.gate.without_engine(tenant):
-            while parts.roster.may_come(model):
+            while True:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or not await parts.fleet.waiting.comes(model, left_s):
-                    problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
+                    async with parts.deciding.turn(exchange.body.caller):
+                        problem = f"{parts.router.no_engine(model)}, for {parts.settings.admission.deadline_s:g} s"
                     raise Refusal(503, problem, code="no_engine", retry_after_s=1)
+                if not await self._may_come(exchange):
+                    return
+
+    async def _may_come(self, exchange: Exchange) -> bool:
+        """Whether an engine has to be waited for. To look at all engines takes its turn: thousands may ask at once."""
+        async with self._parts.deciding.turn(exchange.body.caller):
+            return self._parts.roster.may_come(exchange.asked.model)
 
     async def _routed(self, exchange: Exchange) -> web.StreamResponse | None:
         """Send the request, to another engine where one fails before it has answered. None where it has to wait for a

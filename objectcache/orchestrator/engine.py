@@ -139,7 +139,9 @@ class Engine:
         """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
         now_s = time.monotonic()
         was_ejected = self.liveness.is_ejected(now_s)
-        is_needed = self._is_needed is not None and self._is_needed()
+        is_needed = False
+        if not is_certain and not is_probe and self._is_needed is not None:
+            is_needed = self._is_needed()  # looks at all engines: probes of a thousand that are down must not
         self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe, is_needed=is_needed)
         if not was_ejected and self.liveness.is_ejected(now_s):
             self.warnings.warn("%s gets no requests for %.0f s: %.300r", self.name, self.liveness.ejected_s, error)

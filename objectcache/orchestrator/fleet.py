@@ -16,7 +16,7 @@ from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.events_feed import FeedTurns
 from objectcache.orchestrator.metadata import NameTakenError
 from objectcache.orchestrator.registry import Engines, EtcdRegistry
-from objectcache.orchestrator.roster import is_needed
+from objectcache.orchestrator.roster import Roster, is_needed
 from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.policies import RoutingPolicy
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
@@ -57,10 +57,11 @@ class Fleet:
         self._engine_headers = engine_headers
         self._on_up = on_up
         self.engines: dict[str, Engine] = {}
+        self.roster = Roster(self.engines)
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
         self._turns = FeedTurns()
-        self.waiting = WaitingForEngines()
+        self.waiting = WaitingForEngines(self.roster.may_come)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._wanted: Engines | None = None
@@ -229,8 +230,11 @@ class Fleet:
             )
 
     def _drained(self, name: str, *, is_wanted: bool) -> None:
-        self.engines[name].liveness.drain(is_wanted=is_wanted)
-        self._changed(name)
+        """Each change of the registry tells of all engines, of which few have another wish."""
+        liveness = self.engines[name].liveness
+        if liveness.is_draining != is_wanted:
+            liveness.drain(is_wanted=is_wanted)
+            self._changed(name)
 
     def _changed(self, name: str) -> None:
         """Have the requests that wait for a model of this engine look again where they may go, or that they may not."""

@@ -23,7 +23,6 @@ from objectcache.orchestrator.readers import Readers
 from objectcache.orchestrator.receipts import Receipts
 from objectcache.orchestrator.registry import EtcdRegistry, Followers
 from objectcache.orchestrator.response_cache import ResponseCache
-from objectcache.orchestrator.roster import Roster
 from objectcache.orchestrator.router import Router
 from objectcache.orchestrator.rules.kept_responses import KeptResponses
 from objectcache.orchestrator.rules.policies import (
@@ -91,7 +90,7 @@ class Orchestrator:
             on_up=self.gate.engines_changed,
         )
         self.engines = self.fleet.engines
-        self.roster = Roster(self.engines)
+        self.roster = self.fleet.roster
         self.orders = Orders(self.engines, settings.tenants.values(), self.gate, self.writing, registry)
         self.access = Access(settings, self.orders, engine_key)
         self.bodies = Bodies(settings, self.readers, self.access, keeps_answers=self.responses.is_on)

@@ -63,6 +63,26 @@ async def test_an_engine_writes_no_lines_of_its_own_and_few_of_any(caplog: pytes
     assert not any("\n" in each for each in told)
 
 
+def test_a_failed_probe_asks_for_no_other_engines() -> None:
+    """It ejects an engine whether others are there or not. Each of a thousand engines that were down looked at all."""
+    asked: list[bool] = []
+    engine = Engine(
+        EngineSettings("http://a"), cast(aiohttp.ClientSession, None), PrefixIndex(), 1.0, 1.0,
+        is_needed=lambda: asked.append(True) is None,
+    )  # fmt: skip
+    engine.succeeded()
+    engine.failed("it is not well", is_probe=True)
+    engine.failed("no process", is_certain=True)
+    assert asked == []
+    assert engine.status() is EngineStatus.EJECTED
+    engine.liveness.ejected_until_s = 0.0
+    engine.succeeded()
+    for _ in range(FAILURES_MAX):
+        engine.failed("a request failed")
+    assert len(asked) == FAILURES_MAX
+    assert engine.status() is EngineStatus.UP, "it is needed"
+
+
 def test_the_models_of_one_engine_are_bounded_in_bytes() -> None:
     cards = [{"id": f"model {at}", "root": "x" * 1000} for at in range(400)]
     found, left_out_count = models_of([None, *cards])

@@ -108,6 +108,23 @@ async def test_nobody_waits_for_an_engine_that_drains_or_has_left(fleet: Fleet, 
     await fleet.stop()
 
 
+async def test_those_that_wait_are_told_of_the_engines_that_have_changed_only(fleet: Fleet) -> None:
+    """A change of one entry told them a thousand times, once for each engine of the registry: while 2,000 waited and
+    five entries changed each second, no request was answered.
+    """
+    told: list[int] = []
+    fleet._on_up = lambda: told.append(1)
+    fleet.follow(engines(9))
+    await followed(fleet, 9)
+    assert told == []
+    fleet.follow({**engines(9), "e3": (EngineSettings("http://h:4", "e3"), True)})
+    await followed(fleet, 9)
+    assert told == [1]
+    await fleet.drain("e3", is_wanted=True)
+    assert told == [1]
+    await fleet.stop()
+
+
 async def test_only_the_latest_state_of_the_registry_is_followed(fleet: Fleet) -> None:
     for count in range(1, 200):
         fleet.follow(engines(count))
