@@ -37,7 +37,7 @@ from objectcache.orchestrator.rules.kv_events import (
     sliced,
 )
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
-from objectcache.orchestrator.sayings import HERE_BYTES_MAX, Sayings
+from objectcache.orchestrator.sayings import Sayings
 from objectcache.orchestrator.settings import BIND, RANK_MARK
 
 BATCH_BYTES_MAX = 1 << 20
@@ -77,15 +77,13 @@ class FeedStatus(Enum):
 
 class FeedTurns:
     """The work that the feeds of all engines do at once: they take BLOCKS_AT_ONCE over together, and then the event
-    loop has a turn; they read one large batch at a time, since many threads would keep the interpreter from the loop;
-    and one of them sweeps, since each step of all of them would be in one pass of the loop. Engines take turns, and the
-    ranks of one engine share its turn: an engine says itself how many it has.
+    loop has a turn; and one of them sweeps, since each step of all of them would be in one pass of the loop. Engines
+    take turns, and the ranks of one engine share its turn: an engine says itself how many it has.
     """
 
     def __init__(self) -> None:
         self._room = BLOCKS_AT_ONCE
         self._next = CallerTurns(1)
-        self.reading = CallerTurns(1)
         self._is_sweeping = False
         self._making_room = asyncio.Lock()
         self.sayings = Sayings()
@@ -346,11 +344,8 @@ class EventsFeed:
             self._log.note_batch(self._engine, number, batch.sent_at)
 
     async def _decoded(self, payload: bytes) -> Batch | None:
-        """None for what is no batch. Of those that a thread reads, one is read at a time."""
-        if len(payload) <= HERE_BYTES_MAX:
-            return await self._turns.sayings.read(self._speaker, payload, _batch)
-        async with self._turns.reading.turn(self._speaker):
-            return await self._turns.sayings.read(self._speaker, payload, _batch)
+        """None for what is no batch."""
+        return await self._turns.sayings.read(self._speaker, payload, _batch)
 
     def _clear(self) -> None:
         """The index knows nothing of the engine any more."""

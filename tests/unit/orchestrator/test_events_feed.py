@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
 
 import pytest
 
+from objectcache.adapters.caller import CALLER
+from objectcache.adapters.threads import computed
 from objectcache.orchestrator import events_feed
 from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, SWEEPS_MAX, EventsFeed, FeedTurns
 from objectcache.orchestrator.rules import block_holders
 from objectcache.orchestrator.rules.block_holders import BlockHolders
-from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, Batch, BlockStored, Event, block_count_of
+from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, Batch, BlockStored, block_count_of
+from objectcache.orchestrator.rules.kv_events import Event as KvEvent
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from objectcache.orchestrator.sayings import HERE_BYTES_MAX
 from objectcache.orchestrator.settings import EngineSettings, engine_settings
+from tests.support.waiting import LIMIT_S, settled
 
 SECRET = "a secret of many letters"
 
@@ -33,7 +38,7 @@ async def test_many_feeds_stop_the_loop_no_longer_at_once_than_one(monkeypatch: 
     taken, most = 0, 0
     apply = index.apply
 
-    def counted(name: str, event: Event) -> None:
+    def counted(name: str, event: KvEvent) -> None:
         nonlocal taken
         taken += block_count_of(event)
         apply(name, event)
@@ -65,16 +70,50 @@ async def test_the_ranks_of_an_engine_take_blocks_over_in_one_turn(monkeypatch: 
     assert order.index("b") <= 4
 
 
+MANY, ONE = bytes(HERE_BYTES_MAX + 1), bytes(HERE_BYTES_MAX + 2)
+"""Long batches."""
+
+
+async def read_for(engine: str, feed: EventsFeed, payload: bytes) -> None:
+    """In a task of the engine's own."""
+    CALLER.set(engine)
+    await feed._decoded(payload)
+
+
 async def test_the_long_batches_of_an_engine_are_read_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long batch is read at a time: that of another engine stood behind those of 63 ranks."""
+    """That of another engine stood behind those of 63 ranks."""
     index, turns, order = PrefixIndex(), FeedTurns(), []
     monkeypatch.setattr(events_feed, "read_batch", order.append)
     feeds = [EventsFeed(f"a#{rank}", index, "tcp://127.0.0.1:9", None, turns=turns) for rank in range(1, 64)]
     other = EventsFeed("b", index, "tcp://127.0.0.1:9", None, turns=turns)
-    many, one = bytes(HERE_BYTES_MAX + 1), bytes(HERE_BYTES_MAX + 2)
-    await asyncio.gather(*(feed._decoded(many) for feed in feeds), other._decoded(one))
+    await asyncio.gather(*(read_for("a", feed, MANY) for feed in feeds), read_for("b", other, ONE))
     assert len(order) == 64
-    assert order.index(one) <= 2
+    assert order.index(ONE) <= 2
+
+
+async def test_a_batch_that_waits_for_its_own_engine_holds_no_turn_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had the one turn of all long batches, and waited for its engine's turn, which that engine's metrics had."""
+    index, turns, order = PrefixIndex(), FeedTurns(), []
+    monkeypatch.setattr(events_feed, "read_batch", order.append)
+    feeds = {name: EventsFeed(name, index, "tcp://127.0.0.1:9", None, turns=turns) for name in ("a", "b")}
+    are_read = Event()
+
+    async def read_metrics() -> None:
+        CALLER.set("a")
+        await computed(lambda: are_read.wait(LIMIT_S), is_long=True)
+
+    metrics = asyncio.create_task(read_metrics())
+    await settled()
+    waiting = asyncio.create_task(read_for("a", feeds["a"], MANY))
+    await settled()
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.create_task(read_for("b", feeds["b"], ONE))
+        assert order == [ONE]
+    finally:
+        are_read.set()
+        await asyncio.gather(metrics, waiting)
+    assert order == [ONE, MANY]
 
 
 async def test_an_engine_clears_blocks_no_faster_than_they_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
