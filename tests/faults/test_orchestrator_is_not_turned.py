@@ -163,7 +163,7 @@ async def test_what_a_request_takes_of_the_loop_counts_for_its_caller(
         monkeypatch.setattr(share, "turn", turn)
         answer = await bed.complete("a text", headers={"Authorization": "Bearer sk-b"})
         assert answer.status == 200
-        assert callers == 3 * [caller]  # its body, its tokens and its decision
+        assert callers == 4 * [caller]  # its body, its look for an engine, its tokens and its decision
 
 
 @pytest.mark.usefixtures("small_connections")

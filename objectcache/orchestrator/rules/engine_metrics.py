@@ -36,6 +36,8 @@ LABELS_MAX = 64
 """The parser takes time that grows with the square of a line's labels. vLLM's longest line has some thirty."""
 LINES_MAX = 500
 """The metrics that matter have no more lines: a few for each data-parallel rank."""
+LINES_BYTES_MAX = 256 << 10
+"""And no more bytes in all: the parser takes half a millisecond for each KiB of quotes, and engines take turns."""
 RANKS_MAX = 1024
 REQUESTS_MAX, TOKENS_MAX = 1e6, 1e15
 """One line counts no more; no engine has more."""
@@ -100,6 +102,8 @@ def read_metrics(said: bytes) -> EngineReport:
     lines = list(islice(_lines_of(said), LINES_MAX + 1))
     if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_BYTES_MAX:
         raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_BYTES_MAX} bytes")
+    if sum(map(len, lines)) > LINES_BYTES_MAX:
+        raise ValueError(f"the lines that matter have over {LINES_BYTES_MAX} bytes")
     if max((line.count(b"=") for line in lines), default=0) > LABELS_MAX:
         raise ValueError(f"a line that matters has over {LABELS_MAX} labels")
     wanted = (b"\n".join(lines) + b"\n").decode(errors="replace")

@@ -10,7 +10,13 @@ from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import published
 from nixl_client.connectors.vllm_tier.rules.published import TierNames
-from objectcache.orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
+from objectcache.orchestrator.rules.engine_metrics import (
+    LINE_BYTES_MAX,
+    LINES_BYTES_MAX,
+    SEARCHED_BYTES,
+    EngineReport,
+    read_metrics,
+)
 from objectcache.orchestrator.rules.openai_requests import OUTPUT_TOKENS_DEFAULT
 
 
@@ -173,6 +179,14 @@ def test_costs_that_are_no_numbers_are_not_believed(cost: str) -> None:
         for count in (cost, "1e308"):
             with pytest.raises(ValueError, match=name):
                 read(f"{name} {count}")
+
+
+def test_lines_that_matter_are_bounded_in_bytes_together() -> None:
+    """A megabyte of quotes took the parser 0.6 s a second, and metrics and events of other engines stood behind it."""
+    lines = [f'vllm:cache_config_info{{a="{"x" * (LINE_BYTES_MAX - 40)}"}} 1'] * (LINES_BYTES_MAX // LINE_BYTES_MAX + 5)
+    with pytest.raises(ValueError, match=f"over {LINES_BYTES_MAX} bytes"):
+        read("\n".join(lines))
+    assert read("\n".join([*lines[:8], VLLM])).running == 4
 
 
 def test_a_line_without_an_end_is_passed_over_and_not_searched() -> None:
