@@ -506,10 +506,14 @@ class TestPrefetch:
             wanted = chunks[:4].reshape(4, LAYOUT.num_layers, -1).transpose(1, 0, 2)
             assert np.array_equal(buffer, wanted.ravel())
 
-    def test_a_bucket_has_half_of_all_prefetches(
-        self, upstream: FaultyUpstream, stored: Stored, cold: LocalStack, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def few_prefetches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stands before `cold`, which is made with it."""
         monkeypatch.setattr(fetches_module, "PREFETCHES_MAX", 6)
+
+    def test_a_bucket_has_half_of_all_prefetches(
+        self, few_prefetches: None, upstream: FaultyUpstream, stored: Stored, cold: LocalStack
+    ) -> None:
         upstream.choose = lambda request: Fault.HANGING if request.method == "GET" else None
         with cold.client("chunks", "http") as client:
             for _ in range(2):
