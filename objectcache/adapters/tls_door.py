@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import ssl
@@ -19,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+from objectcache.adapters.accepting import accept
 from objectcache.adapters.limited_server import LimitedServer
 
 HANDSHAKE_S: Final = 10.0
@@ -32,9 +32,7 @@ FAST_S, SLOW_S = 0.0003, 0.001
 READ_BYTES_MIN, READ_BYTES_FIRST, READ_BYTES_MAX = 8, 1 << 10, 256 << 10
 CHOSEN_MAX = 8
 ACCEPTED_MAX = 16
-"""So many connections are accepted in one pass of the loop."""
-ACCEPT_PAUSE_S = 1.0
-_NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""So many connections are accepted in one pass of the loop: a handshake takes a millisecond."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,19 +52,8 @@ class TlsDoor:
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections of a listening socket that does not block, for ever. At the end, no handshake goes on."""
-        loop = asyncio.get_running_loop()
         try:
-            while True:
-                for _ in range(ACCEPTED_MAX):
-                    try:
-                        accepted, peer = await loop.sock_accept(listener)
-                    except OSError as error:
-                        if error.errno in _NOTHING_LEFT:  # an immediate retry would fail again
-                            _log.warning("no connection is accepted for %.0f s: %s", ACCEPT_PAUSE_S, error)
-                            await asyncio.sleep(ACCEPT_PAUSE_S)
-                        break
-                    self._begin(accepted, str(peer[0]))
-                await asyncio.sleep(0)
+            await accept(listener, self._begin, ACCEPTED_MAX)
         finally:
             tasks = [task for own in self._handshakes.values() for task in own]
             for own in self._handshakes.values():

@@ -31,6 +31,7 @@ from gateway.app import Gateway, GatewaySettings
 from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
+from objectcache.adapters.accepting import Door
 from objectcache.adapters.limited_server import LimitedServer
 from objectcache.adapters.long_lived import note_long_lived
 from objectcache.adapters.name_lookups import ServerLoop
@@ -481,10 +482,10 @@ def _bound(listen: Listen) -> socket.socket:
     return bound
 
 
-class _TlsSite(web.SockSite):
-    """aiohttp's site, whose connections come through a TlsDoor."""
+class _DoorSite(web.SockSite):
+    """aiohttp's site, whose connections come through a door."""
 
-    def __init__(self, runner: web.ServerRunner, sock: socket.socket, door: TlsDoor) -> None:
+    def __init__(self, runner: web.ServerRunner, sock: socket.socket, door: Door | TlsDoor) -> None:
         super().__init__(runner, sock)
         self._door = door
         self._accepting: asyncio.Task[None] | None = None
@@ -515,13 +516,12 @@ async def listening(server: LimitedServer, listen: Listen) -> tuple[web.ServerRu
         listen.socket_path.chmod(0o600)
         return runner, f"unix:{listen.socket_path}"
     bound = _bound(listen)
-    if listen.tls is None:
-        site = web.SockSite(runner, bound, backlog=BACKLOG)
-    else:
-        door = TlsDoor(server, listen.tls.context())
+    door: Door | TlsDoor = Door(server)
+    if listen.tls is not None:
+        door = tls_door = TlsDoor(server, listen.tls.context())
         server.take_at_most(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // TLS_PART // CONNECTION_BYTES)
-        _doors.append((listen.tls, door))
-        site = _TlsSite(runner, bound, door)
+        _doors.append((listen.tls, tls_door))
+    site = _DoorSite(runner, bound, door)
     await site.start()
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return runner, f"{'http' if listen.tls is None else 'https'}://{host}:{bound.getsockname()[1]}"
