@@ -22,7 +22,6 @@ from storage_server.home.s3.sent_body import SentBody
 from storage_server.home.uploads import UpstreamUploads
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import BytesBody
-from tests.support.waiting import until
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 BUSY = b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n"
@@ -319,32 +318,6 @@ async def test_a_body_that_is_cut_off_tells_nothing_of_the_service(service: Serv
     with pytest.raises(ServerError):
         await delete(upstream)
     assert upstream.health.failure_count(SCOPE) == 1
-
-
-async def test_long_documents_are_written_in_turns_of_callers(
-    service: Service, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One key's completions of ten thousand parts, which take a second each, stood in front of all others."""
-    written, leave = list[str](), asyncio.Semaphore(0)
-
-    async def slowly(work: Callable[[], Any], *, is_long: bool) -> Any:
-        written.append(CALLER.get())
-        await leave.acquire()
-        return work()
-
-    monkeypatch.setattr(connection, "computed", slowly)
-    service.answer = document(b"<DeleteResult/>")
-
-    async def delete_many(key: str) -> None:
-        CALLER.set(key)
-        assert not await UpstreamObjects(upstream, 1).delete_objects(key, "bucket", [f"{k}" for k in range(50)])
-
-    deletions = [asyncio.ensure_future(delete_many(key)) for key in ("many", "many", "many", "other")]
-    await until(lambda: bool(written))
-    for _ in deletions:
-        leave.release()
-    await asyncio.gather(*deletions)
-    assert written == ["many", "many", "other", "many"]
 
 
 @pytest.mark.parametrize(("encoding", "key"), [(b"<EncodingType>url</EncodingType>", "a b%"), (b"", "a+b%25")])
