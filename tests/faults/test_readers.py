@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,17 @@ async def test_a_large_prompt_of_token_ids_comes_back_as_an_array() -> None:
         assert made.failure_count == 0
 
 
+@pytest.fixture
+def _own_heap() -> Iterator[None]:
+    """A process of tests has what all tests before have left. To collect that takes seconds, and no server has it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_own_heap")
 @pytest.mark.parametrize("name", WORST)
 async def test_the_loop_goes_on_while_the_worst_bodies_are_read(name: str) -> None:
     """This process does no more than copy the bytes: its own time on the processor shows that."""
