@@ -41,6 +41,8 @@ class FairShares:
 
     def give_back(self, bucket: str, caller: str, amount: int) -> None:
         """Count so much less."""
-        self._of_buckets -= Counter({bucket: amount})
-        self._of_callers -= Counter({caller: amount})
+        for amounts, name in ((self._of_buckets, bucket), (self._of_callers, caller)):
+            amounts[name] -= amount
+            if not amounts[name]:
+                del amounts[name]  # by itself: `-=` of Counters looks at all, and a caller names many buckets
         self.held -= amount

@@ -69,5 +69,6 @@ async def test_a_door_makes_a_protocol_for_each_connection(listener: socket.sock
     serving = asyncio.create_task(Door(Greeted).serve(listener))
     async with asyncio.timeout(LIMIT_S):
         await all_lost.wait()
+    assert lost_count == COUNT
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

@@ -149,7 +149,10 @@ class Turns:
     def _take_back(self, users: _Users) -> None:
         """A turn of this bucket and caller has ended: one more of their requests may have one."""
         self._free += 1
-        self._running -= Counter(users)
+        for user in users:
+            self._running[user] -= 1
+            if not self._running[user]:
+                del self._running[user]
         self._refill(users)
 
     def _refill(self, users: _Users) -> None:

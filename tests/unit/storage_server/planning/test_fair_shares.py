@@ -23,3 +23,15 @@ def test_there_is_no_more_than_all() -> None:
     assert shares.left("b", "y") == 1
     shares.give_back("a", "x", 3)
     assert (shares.held, shares.left("b", "y")) == (0, 4)
+
+
+def test_what_is_given_back_is_forgotten() -> None:
+    """A caller may name ever other buckets."""
+    shares = FairShares(16, 0.5)
+    for bucket in ("a", "b"):
+        shares.take(bucket, "x", 2)
+    shares.give_back("a", "x", 2)
+    assert (dict(shares._of_buckets), dict(shares._of_callers)) == ({"b": 2}, {"x": 2})
+    shares.give_back("b", "x", 2)
+    assert not shares._of_buckets
+    assert not shares._of_callers

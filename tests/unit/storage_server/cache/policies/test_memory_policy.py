@@ -15,9 +15,10 @@ from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.cache.policies import memory_policy as policy_module
 from storage_server.cache.policies import reader_forms
 from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.memory_ladder import MemoryLadders
 from storage_server.cache.policies.memory_policy import MemoryPolicy
 from storage_server.cache.policies.reader_forms import CHUNK_ERRORS_MAX, ChunkUse, ReaderForms
-from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
+from storage_server.cache.policies.utility import CodecFigures, Form, UtilitySettings
 from storage_server.planning.forms import Encoded, LossView, Reading
 from storage_server.planning.losses import ChunksModel, LossTable, MeasuredLoss, ModelLosses
 
@@ -101,6 +102,18 @@ def test_a_codec_that_saves_little_more_than_the_exact_chunk_is_not_used() -> No
         for _ in range(20):
             books.use(keys(*range(6)), replace(READING, codecs=tuple(figures)))
         assert set(books.held.values()) == expected
+
+
+@pytest.mark.parametrize("alpha_s", [0.25, 1.0])
+def test_of_the_default_codecs_the_live_bench_has_four_bits(alpha_s: float) -> None:
+    """As docs/design/compression.md says: contexts of 512 tokens of SmolLM2, and the qualities that it had there."""
+    nbytes, home_bytes_per_s = 512 * 30 * 768, 512 * 30 * 768 / 0.15
+    parts = {Codec.KIVI8: (0.5625, 0.9947), Codec.K8V4: (0.4375, 0.9802), Codec.KIVI4: (0.3125, 0.9683)}
+    forms = [Form("exact", nbytes)]
+    forms += [Form(codec.value, int(part * nbytes), quality, nbytes / 4e9) for codec, (part, quality) in parts.items()]
+    settings = UtilitySettings(alpha_s=alpha_s, memory_bytes_per_s=1e9, home_bytes_per_s=home_bytes_per_s)
+    offered = MemoryLadders(settings).offered(tuple(forms))
+    assert [form.codec for form in offered] == ["exact", "kivi4-1"]
 
 
 def test_chunks_are_encoded_further_where_they_lie_once_their_readers_take_it() -> None:
