@@ -49,8 +49,8 @@ from storage_server.delivery.gather.landing import Landing
 from storage_server.home.cached_read import healing
 from storage_server.home.chunks import UpstreamChunks
 from storage_server.home.embedded import EmbeddedStore
-from storage_server.home.fetch.fetch import PROVED_HERE_BYTES_MAX
 from storage_server.home.fetch.fetches import Fetches
+from storage_server.home.fetch.placed_chunk import PROVED_HERE_BYTES_MAX
 from storage_server.home.former_keepers import FormerKeepers, PeerCopies
 from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import KeyLocks

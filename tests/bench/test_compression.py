@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.beds.vllm_requests import StreamAnswer
 from bench.beds.vllm_servers import make_model
 from bench.cli import run as run_bench
 from bench.core.show import as_markdown
@@ -24,11 +25,12 @@ from bench.paper.compression.choice import (
     run,
     ways,
 )
-from bench.paper.compression.engine import EngineCase, contexts
+from bench.paper.compression.engine import Asked as AskedInEngine
+from bench.paper.compression.engine import figures
 from bench.paper.compression.live import waited
 from bench.paper.compression.quality import rouge_l
 from bench.paper.compression.run import show
-from bench.paper.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
+from bench.paper.compression.tasks import ASK, IGNORED, VOCABULARY, Task, sample
 
 CODECS = Codecs(
     {EXACT: 100, "four": 30}, {EXACT: 0.0, "four": 0.01},
@@ -38,20 +40,24 @@ CODECS = Codecs(
 MACHINE = Machine(100, 2000.0, 100.0, 3.0)
 
 
-def test_questions_for_an_engine_end_where_the_answer_begins() -> None:
-    """Each stands behind the whole context, and the answer is what the context says."""
-    case = EngineCase(len(Task), 256, 16, 0.25, 0.1)
-    for number, questions in enumerate(contexts(case, 3)):
-        made = sample(list(Task)[number], 256, 16, np.random.default_rng((3, number)))
-        assert questions
-        for asked in questions:
-            assert list(asked.prompt[:256]) == made.context.tolist()
-            assert asked.prompt[256] == ASK
-            assert asked.prompt[-1] == ANSWER
-            assert asked.answer
-            assert set(asked.answer) <= set(made.context.tolist())
-        answers = made.labels[made.labels != IGNORED].tolist()
-        assert [token for asked in questions for token in asked.answer] == answers
+def test_an_engine_is_compared_by_pairs_of_the_same_question() -> None:
+    """Two rounds of two questions: answers count whole, and what is before and behind a code does not."""
+
+    def said(text: str, ttft_s: float) -> StreamAnswer:
+        return StreamAnswer(ttft_s, ttft_s, 256, 270, text, "", "")
+
+    counts = {"hits": 3.0, "misses": 1.0, "loaded": 4.0, "lossy": 2.0, "error": 0.2}
+    taken = {
+        "off": [AskedInEngine(" 70312", said(" 70312", 0.4)), AskedInEngine(" 11111", said(" 22222", 0.6))],
+        "adaptive": [AskedInEngine(" 70312", said("70312", 0.2)), AskedInEngine(" 11111", said(" 11112", 0.2))],
+    }
+    found = figures([(taken, dict.fromkeys(taken, counts))] * 2)
+    assert found["ways"]["off"]["right"] == [0.5, 0.5]
+    assert found["ways"]["adaptive"]["right"] == [0.5, 0.5]
+    assert found["agreement"].median == 0.5
+    assert found["ttft_pair_over"].median == pytest.approx(2.5)
+    assert found["ways"]["adaptive"]["lossy_share"] == [0.5, 0.5]
+    assert found["ways"]["off"]["dram_hit_rate"] == [0.75, 0.75]
 
 
 @pytest.mark.parametrize("task", list(Task))
@@ -172,10 +178,10 @@ def test_real_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.
 def test_a_real_model_answers_through_servers_of_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SmolLM2, which tests do not fetch. Each byte that comes is compared; the tiny model's answers say nothing."""
     pytest.importorskip("transformers")
-    from bench.paper.compression import live
+    from bench.paper.compression import texts
 
     make_model(tmp_path / "model", hidden_size=128, layers=2)
-    monkeypatch.setattr(live, "FOLDER", lambda kept: tmp_path / "model")
+    monkeypatch.setattr(texts, "FOLDER", lambda kept: tmp_path / "model")
     file = tmp_path / "out.json"
     folder = tmp_path / "data"
     folder.mkdir()

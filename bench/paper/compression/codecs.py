@@ -1,14 +1,15 @@
-"""The table of codecs: what each makes of a trained model's KV, and how fast, on one core. And the wire: when a layer
+"""The table of codecs: what each makes of a model's KV, and how fast, on one core. And the wire: when a layer
 is there and decoded, against when the exact one is there.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from bench.beds.processes import BaselineError
 from bench.core.rounds import paired, sampled
 from bench.paper.compression.sizes import SIZES
 from bench.paper.compression.tasks import Task, sample
+from bench.paper.compression.texts import asked_texts, smollm2_folder
 from bench.paper.compression.train import load_model
 from descriptors.descriptor import Accept, Delivery
 from descriptors.layout import ChunkLayout
 from nixl_client.client import Client
-from objectcache.calibration.quality import prefix_states
+from objectcache.calibration.quality import States, prefix_states
+from objectcache.calibration.real_model import load_real_model
 from objectcache.calibration.samples import spread
 from objectcache.calibration.servers import BUCKET
 from objectcache.kv_codecs.elements import Bytes, Element
@@ -38,31 +41,47 @@ LMCACHE_SCRIPT = Path(__file__).parent / "lmcache_codec.py"
 ALL = (Codec.LOSSLESS, *KIVI, Codec.FP8)
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
 """A chunk's layer of a model with 8 KV heads of 128 elements."""
+CONTEXT_TOKENS = 256
 
 
 def kv_of(model: str, chunks: int, seed: int) -> Bytes:
-    """Layers of SHAPE, uint8 of shape (chunks, S), out of the KV of a trained model: its heads side by side until a
-    token has SHAPE.width elements.
+    """Layers of SHAPE, uint8 of shape (chunks, S), out of the KV of a model: heads of layers from all over it, side by
+    side until a token has SHAPE.width elements. Raises WrongUse without the model.
     """
-    random = np.random.default_rng(seed)
-    states = []
-    tokens = 256
-    per_context = tokens // SHAPE.tokens
+    per_context = CONTEXT_TOKENS // SHAPE.tokens
     need = -(-chunks // per_context)
-    loaded = load_model(model)
-    size = SIZES[model]
-    width = size.kv_heads * size.head_dim * size.layers
-    copies = -(-SHAPE.width // width)
-    for number in range(need * copies):
-        context = torch.from_numpy(sample(list(Task)[number % len(Task)], tokens, 1, random).context)[None]
-        layers = prefix_states(loaded, context)
-        keys = torch.cat([layer[0][0].transpose(0, 1).flatten(1) for layer in layers], dim=1)
-        values = torch.cat([layer[1][0].transpose(0, 1).flatten(1) for layer in layers], dim=1)
-        states.append(torch.stack([keys, values]))
-    wide = torch.stack([torch.cat(states[at * copies : (at + 1) * copies], dim=2) for at in range(need)])
+    contexts = _trained_contexts(model, seed) if model in SIZES else _real_contexts(need)
+    wide = torch.stack([_wide(contexts) for _ in range(need)])
     wide = wide[..., : SHAPE.width].reshape(need, 2, per_context, SHAPE.tokens, SHAPE.width).transpose(1, 2)
     data = wide.reshape(need * per_context, -1)[:chunks].bfloat16().contiguous()
     return data.view(torch.uint8).numpy()
+
+
+def _wide(contexts: Iterator[States]) -> torch.Tensor:
+    """Keys and values of one context, or of several whose tokens are too small: (2, tokens, SHAPE.width or more)."""
+    taken: list[torch.Tensor] = []
+    while sum(each.shape[2] for each in taken) < SHAPE.width:
+        layers = next(contexts)
+        layer_width = layers[0][0].shape[1] * layers[0][0].shape[3]
+        layers = layers[:: max(1, len(layers) * layer_width // SHAPE.width)]
+        taken.append(
+            torch.stack(
+                [torch.cat([layer[part][0].transpose(0, 1).flatten(1) for layer in layers], dim=1) for part in (0, 1)]
+            )
+        )
+    return torch.cat(taken, dim=2)
+
+
+def _trained_contexts(model: str, seed: int) -> Iterator[States]:
+    loaded, random = load_model(model), np.random.default_rng(seed)
+    for task in itertools.cycle(Task):
+        yield prefix_states(loaded, torch.from_numpy(sample(task, CONTEXT_TOKENS, 1, random).context)[None])
+
+
+def _real_contexts(count: int) -> Iterator[States]:
+    real = load_real_model(str(smollm2_folder()), "cpu")
+    for probe in asked_texts(real.tokenizer, count, CONTEXT_TOKENS, 0):
+        yield prefix_states(real.model, torch.tensor([probe.context]))
 
 
 def table(data: Bytes, runs: int) -> list[dict[str, Any]]:

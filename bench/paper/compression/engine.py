@@ -1,8 +1,8 @@
-"""End to end: vLLM answers questions about stored contexts, with a store whose DRAM tier compresses, and with one whose
-tier does not. The engine has the trained model, so that its answers are worth comparing.
+"""End to end: vLLM with SmolLM2 answers questions about stored texts, with a store whose DRAM tier compresses, and with
+one whose tier does not.
 
-Each context is stored once. Then questions come, about contexts that are drawn by Zipf's law; the engine's own blocks
-are forgotten before each, so that the context is loaded. Both stores have the same memory and the same link.
+Each text is stored once. Then questions come, about texts that are drawn by Zipf's law; the engine's own blocks are
+forgotten before each, so that the text's KV is loaded. Both stores have the same memory and the same link.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from transformers import AutoConfig, AutoTokenizer
 
 from bench.beds.counters import counted, page_of
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
-from bench.beds.vllm_servers import BLOCK_TOKENS, VllmServer, vllm_servers
-from bench.paper.compression.sizes import SIZES
-from bench.paper.compression.tasks import IGNORED, VOCABULARY, Task, sample
-from bench.paper.compression.train import load_model
+from bench.beds.vllm_servers import VllmServer, vllm_servers
+from bench.paper.compression.texts import asked_texts, smollm2_folder
+from objectcache.calibration.probes import AskedFact, Probe
 from objectcache.calibration.samples import progress_bar, spread
 from objectcache.calibration.servers import LocalServer
 
@@ -33,7 +33,10 @@ SKEW = 0.9
 REQUEST_S = 60.0
 SALT = "compression"
 ELEMENT_BYTES = 2
-ALPHA_S = 0.5
+CHUNK_TOKENS = 256
+ROOM_TOKENS = 256
+"""Tokens of an engine's prompts behind a text."""
+ALPHA_S = 0.25
 HOME_OVER_LINK = 0.5
 """The tier is told that its home delivers at half the rate of the link."""
 IN_STORE = {"hits": "objectcache_dram_hit_extents_total", "misses": "objectcache_dram_missed_extents_total"}
@@ -45,64 +48,45 @@ IN_ENGINE = {
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """`contexts` of so many tokens, a DRAM tier with room for `memory_share` of their exact KV, and a link on which the
+    """`texts` of so many tokens, a DRAM tier with room for `memory_share` of their exact KV, and a link on which the
     exact KV of one takes `load_s`.
     """
 
-    contexts: int
-    context_tokens: int
-    questions: int
+    texts: int
+    text_tokens: int
     memory_share: float
     load_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question about a context: the whole prompt, and the tokens of the right answer."""
+    """A question about a text, its right answer, and what the engine said."""
 
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    right: str
+    answer: StreamAnswer
 
 
-Taken = dict[str, list[tuple[Asked, StreamAnswer]]]
+Taken = dict[str, list[Asked]]
 """For each way: the questions, and what was answered."""
 
 
-def context_bytes(model: str, tokens: int) -> int:
-    """The exact KV of a context in bfloat16."""
-    size = SIZES[model]
-    return 2 * size.layers * size.kv_heads * size.head_dim * tokens * ELEMENT_BYTES
+class Model:
+    """SmolLM2 as vLLM reads it, and its tokenizer. Raises WrongUse without it."""
 
+    def __init__(self) -> None:
+        self.folder = smollm2_folder()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        self._config: Any = AutoConfig.from_pretrained(self.folder)
 
-def contexts(case: EngineCase, seed: int) -> list[list[Asked]]:
-    """The questions about each context; every task has as many contexts."""
-    found = []
-    for at in range(case.contexts):
-        random = np.random.default_rng((seed, at))
-        made = sample(list(Task)[at % len(Task)], case.context_tokens, case.questions, random)
-        asked: list[Asked] = []
-        start = 0
-        ends = np.flatnonzero((made.labels[:-1] != IGNORED) & (made.labels[1:] == IGNORED))
-        for end in ends.tolist():
-            question = made.questions[start : end + 2].tolist()
-            labels = made.labels[start : end + 1]
-            answer = tuple(labels[labels != IGNORED].tolist())
-            asked.append(Asked((*made.context.tolist(), *question[: len(question) - len(answer)]), answer))
-            start = end + 2
-        found.append(asked)
-    return found
+    def kv_bytes(self, tokens: int) -> int:
+        """The exact KV of so many tokens in bfloat16."""
+        config = self._config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * tokens * ELEMENT_BYTES)
 
-
-def write_model(name: str, folder: Path) -> None:
-    """The trained model as vLLM reads it; token 17 is the word `17`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    load_model(name).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0")  # type: ignore[no-untyped-call]
-    wrapped.save_pretrained(folder)
+    def right(self, fact: AskedFact) -> str:
+        """The right answer to a question."""
+        return str(self.tokenizer.decode(fact.answer))
 
 
 def configuration(way: str, link_bytes_per_s: float) -> str:
@@ -125,108 +109,106 @@ class Stack:
 
 
 @contextmanager
-def stacks(model: str, case: EngineCase, parent: Path | None) -> Iterator[dict[str, Stack]]:
+def stacks(model: Model, case: EngineCase, parent: Path | None) -> Iterator[dict[str, Stack]]:
     """One for each way, over http. Raises BaselineError, LocalServerError."""
-    nbytes = context_bytes(model, case.context_tokens)
-    dram_bytes = round(case.contexts * nbytes * case.memory_share)
+    nbytes = model.kv_bytes(case.text_tokens)
+    dram_bytes = round(case.texts * nbytes * case.memory_share)
     with ExitStack() as stack:
         servers = Servers(stack, parent, "compression")
-        write_model(model, servers.folder / "model")
         found = {}
         for way in WAYS:
             store = servers.serve(configuration(way, nbytes / case.load_s), "--dram-bytes", str(dram_bytes))
             folder = servers.folder / way
             folder.mkdir()
-            extra = {"load": "all", "lossy": way, "transport": "http", "lease_s": 0.0}
+            extra = {
+                "load": "all", "lossy": way, "transport": "http", "lease_s": 0.0,
+                "chunk_tokens": min(CHUNK_TOKENS, case.text_tokens),
+            }  # fmt: skip
             running = vllm_servers(
-                folder, servers.folder / "model", 1, target_of(store), "--dtype", "bfloat16",
-                "--max-model-len", "512", extra=extra,
+                folder, model.folder, 1, target_of(store), "--dtype", "bfloat16",
+                "--max-model-len", str(case.text_tokens + ROOM_TOKENS), extra=extra,
             )  # fmt: skip
             found[way] = Stack(stack.enter_context(running)[0], store)
         yield found
 
 
-def end_to_end(
-    model: str, case: EngineCase, request_count: int, runs: int, seed: int, parent: Path | None
-) -> dict[str, Any]:
-    """Both ways, asked in turn. Raises BaselineError where a context was not loaded."""
-    known = contexts(case, seed)
-    whole_tokens = case.context_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    turns = len(WAYS) * (case.contexts + request_count * (runs + 1))
+def end_to_end(case: EngineCase, request_count: int, runs: int, seed: int, parent: Path | None) -> dict[str, Any]:
+    """Both ways, asked in turn. Raises WrongUse without the model, and BaselineError where a text was not loaded."""
+    model = Model()
+    known = asked_texts(model.tokenizer, case.texts, case.text_tokens, 0)
+    turns = len(WAYS) * (case.texts + request_count * (runs + 1))
     with stacks(model, case, parent) as running, progress_bar(turns, "engine") as step:
 
         async def turn(numbers: Sequence[int], random: np.random.Generator) -> Taken:
             taken: Taken = {way: [] for way in WAYS}
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
                 for at, number in enumerate(numbers):
-                    asked = known[number][int(random.integers(len(known[number])))]
+                    probe = known[number]
+                    fact = probe.facts[int(random.integers(len(probe.facts)))]
                     for way in WAYS if at % 2 == 0 else WAYS[::-1]:
                         engine = running[way].engine
                         await asyncio.to_thread(engine.forget)
-                        answer = await ask(http, engine.url, StreamRequest(0.0, asked.prompt, len(asked.answer)), SALT)
-                        taken[way].append((asked, answer))
+                        answer = await ask(http, engine.url, _request(probe, fact), SALT)
+                        taken[way].append(Asked(model.right(fact), answer))
                         step(1)
             return taken
 
-        asyncio.run(turn(range(case.contexts), np.random.default_rng(seed)))  # each is computed, and stored
-        weights = 1.0 / np.arange(1, case.contexts + 1) ** SKEW
+        asyncio.run(turn(range(case.texts), np.random.default_rng(seed)))  # each is computed, and stored
+        weights = 1.0 / np.arange(1, case.texts + 1) ** SKEW
         rounds: list[tuple[Taken, Mapping[str, Mapping[str, float]]]] = []
         for round_index in range(runs + 1):
             random = np.random.default_rng((seed, round_index))
-            numbers = random.choice(case.contexts, request_count, p=weights / weights.sum()).tolist()
+            numbers = random.choice(case.texts, request_count, p=weights / weights.sum()).tolist()
             before = {way: _counted(each) for way, each in running.items()}
             taken = asyncio.run(turn(numbers, random))
             after = {way: _counted(each) for way, each in running.items()}
-            late = [each.cached_tokens for way in WAYS for _, each in taken[way] if each.cached_tokens < whole_tokens]
+            late = [each.answer.cached_tokens for way in WAYS for each in taken[way]]
+            late = [tokens for tokens in late if tokens < case.text_tokens]
             if late and round_index:
-                raise BaselineError(f"{len(late)} contexts were not loaded whole: {late[:5]} of {whole_tokens} tokens")
+                raise BaselineError(f"{len(late)} texts were not loaded whole: {late[:5]} of {case.text_tokens} tokens")
             if round_index:  # the first one fills both memories
                 counted = {way: {name: after[way][name] - before[way][name] for name in before[way]} for way in WAYS}
                 rounds.append((taken, counted))
-    return _figures(rounds)
+    return figures(rounds)
 
 
-def _figures(rounds: Sequence[tuple[Taken, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
+def _request(probe: Probe, fact: AskedFact) -> StreamRequest:
+    return StreamRequest(0.0, (*probe.context, *fact.question), len(fact.answer))
+
+
+def figures(rounds: Sequence[tuple[Taken, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
+    """What each way took and said, and both in pairs; each round is a sample. Pure."""
     ways: dict[str, Any] = {}
     for way in WAYS:
         of_way = [taken[way] for taken, _ in rounds]
         counts = [counted[way] for _, counted in rounds]
-        ttfts = [[answer.ttft_s for _, answer in each] for each in of_way]
+        ttfts = [[each.answer.ttft_s for each in block] for block in of_way]
         ways[way] = {
             "ttft_p50_s": [float(np.percentile(each, 50)) for each in ttfts],
             "ttft_p90_s": [float(np.percentile(each, 90)) for each in ttfts],
             "dram_hit_rate": [each["hits"] / max(1.0, each["hits"] + each["misses"]) for each in counts],
             "lossy_share": [each["lossy"] / max(1.0, each["loaded"]) for each in counts],
             "mean_error": [each["error"] / max(1.0, each["loaded"]) for each in counts],
-            "right": [_same_share((asked.answer, answer) for asked, answer in each) for each in of_way],
+            "right": [_same_share((each.right, each.answer.text) for each in block) for block in of_way],
         }
     agreement, pair_over = [], []
     for taken, _ in rounds:
-        both = [(exact, lossy) for (_, exact), (_, lossy) in zip(taken["off"], taken["adaptive"], strict=True)]
-        agreement.append(_same_share((_tokens(exact), lossy) for exact, lossy in both))
-        pair_over.append(float(np.median([exact.ttft_s / lossy.ttft_s for exact, lossy in both])))
+        both = list(zip(taken["off"], taken["adaptive"], strict=True))
+        agreement.append(_same_share((exact.answer.text, lossy.answer.text) for exact, lossy in both))
+        pair_over.append(float(np.median([exact.answer.ttft_s / lossy.answer.ttft_s for exact, lossy in both])))
     found: dict[str, Any] = {"ways": ways, "agreement": spread(agreement), "ttft_pair_over": spread(pair_over)}
     for name in ("ttft_p50_s", "ttft_p90_s"):
         pairs = zip(ways["off"][name], ways["adaptive"][name], strict=True)
         found[name.replace("_s", "_over")] = spread([off / adaptive for off, adaptive in pairs])
-    for figures in ways.values():
-        for name in tuple(figures):
-            figures[f"{name}_spread"] = spread(figures[name])
+    for mine in ways.values():
+        for name in tuple(mine):
+            mine[f"{name}_spread"] = spread(mine[name])
     return found
 
 
-def _tokens(answer: StreamAnswer) -> tuple[int, ...]:
-    return tuple(map(int, answer.text.split()))
-
-
-def _same_share(answers: Iterable[tuple[tuple[int, ...], StreamAnswer]]) -> float:
-    """The part of all tokens that are the wanted ones, place by place."""
-    same: list[bool] = []
-    for wanted, answer in answers:
-        got = _tokens(answer)
-        if len(got) != len(wanted):
-            raise BaselineError(f"{len(got)} tokens were answered, {len(wanted)} asked for: {answer.text!r}")
-        same += [one == other for one, other in zip(got, wanted, strict=True)]
+def _same_share(answers: Iterable[tuple[str, str]]) -> float:
+    """The part of the answers that are the wanted ones, but for spaces around them."""
+    same = [wanted.strip() == got.strip() for wanted, got in answers]
     return sum(same) / len(same)
 
 

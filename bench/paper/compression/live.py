@@ -24,31 +24,27 @@ import numpy.typing as npt
 import torch
 
 from bench.beds.counters import counted
-from bench.core.experiment import WrongUse
 from bench.paper.compression.choice import EXACT
 from bench.paper.compression.engine import IN_STORE
 from bench.paper.compression.played_disk import PlayedServer, played_server
+from bench.paper.compression.texts import asked_texts, smollm2_folder
 from descriptors.descriptor import Accept
 from nixl_client.client import Client
 from nixl_client.connectors.transformers import KvShape, WaitingCache
 from objectcache.calibration.form_losses import TextSample
-from objectcache.calibration.measured_text import text_of
 from objectcache.calibration.model_quality import Scored, form_losses, scored, text_sample
-from objectcache.calibration.probes import Probe, beginning_of, cut, encoder_of, probes
+from objectcache.calibration.probes import Probe
 from objectcache.calibration.quality import States, prefix_states
 from objectcache.calibration.real_model import RealModel, load_real_model
 from objectcache.calibration.samples import Spread, spread
 from objectcache.calibration.shown_quality import shown_qualities
 from objectcache.cli.config_compression import DEFAULT_CODECS
-from objectcache.demo.weights import NAME as SMOLLM2
-from objectcache.demo.weights import NoWeightsError, models_folder, smollm2
 from objectcache.kv_codecs.encoding import decode, encode, encode_further
 from objectcache.kv_codecs.layer import Codec, goes_on
 from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.utility import CodecFigures, UtilitySettings
 from storage_server.planning.forms import shape_of
 
-FOLDER = smollm2
 CODECS = tuple(DEFAULT_CODECS)
 ALL = "all three"
 MEMORY_BYTES_PER_S = 1e9
@@ -117,12 +113,9 @@ class Contexts:
     """Texts with facts in them, their KV, and what each form of it loses. Raises WrongUse without the model."""
 
     def __init__(self, case: LiveCase) -> None:
-        try:
-            folder = str(FOLDER(models_folder()))
-            self.real = load_real_model(folder, "cpu")
-            answering: Any = load_real_model(folder, "cpu").model
-        except (NoWeightsError, ImportError) as error:
-            raise WrongUse(f"{SMOLLM2}: {error}") from error
+        folder = str(smollm2_folder())
+        self.real = load_real_model(folder, "cpu")
+        answering: Any = load_real_model(folder, "cpu").model
         self.model = answering.to(torch.bfloat16)
         self.shape = KvShape.of(self.model.config, torch.bfloat16, case.context_tokens)
         asked = _probes(self.real, case)
@@ -288,15 +281,8 @@ def known_qualities(real: RealModel, known: Sequence[Probe]) -> dict[str, float]
 
 def _probes(real: RealModel, case: LiveCase) -> list[Probe]:
     """Those of the contexts, and then those by which qualities are known: every so many texts one of the latter."""
-    encoded, beginning = encoder_of(real.tokenizer), beginning_of(real.tokenizer)
     count = case.contexts + case.known_texts
-    texts = cut(encoded(text_of(None)[0]), case.context_tokens + case.continuation_tokens, count)
-    if len(texts) < count:
-        raise WrongUse(f"{count} contexts, and {len(texts)} are there")
-    found = [
-        replace(each, continuation=each.continuation[: case.continuation_tokens])
-        for each in probes(texts, encoded, beginning, case.context_tokens, 1)
-    ]
+    found = asked_texts(real.tokenizer, count, case.context_tokens, case.continuation_tokens)
     known = {at * count // case.known_texts for at in range(case.known_texts)}
     return [each for at, each in enumerate(found) if at not in known] + [found[at] for at in sorted(known)]
 

@@ -16,11 +16,11 @@ import torch
 from bench.core.experiment import WrongUse
 from bench.paper.compression.gemma import NAME as GEMMA
 from bench.paper.compression.gemma import gemma3
+from bench.paper.compression.texts import asked_texts
 from nixl_client.lossy import MAX_ERROR
 from objectcache.calibration.form_losses import FormLoss, TextSample, on_curve
-from objectcache.calibration.measured_text import text_of
 from objectcache.calibration.model_quality import form_losses, scored, text_sample
-from objectcache.calibration.probes import Ids, Probe, beginning_of, cut, encoder_of, probes
+from objectcache.calibration.probes import Probe
 from objectcache.calibration.quality import States, coded, prefix_states
 from objectcache.calibration.real_model import RealModel, load_real_model
 from objectcache.cli.config_compression import DEFAULT_CODECS
@@ -71,7 +71,7 @@ def real_rows(
             real = load_real_model(str(FOLDERS[name](models_folder())), "cpu")
         except (NoWeightsError, ImportError) as error:
             raise WrongUse(f"{name}: {error}") from error
-        asked = _asked(real, texts, context_tokens, continuation_tokens)
+        asked = asked_texts(real.tokenizer, texts, context_tokens, continuation_tokens)
         losses = form_losses(real, asked, CODECS, advance, further)
         curve = on_curve(losses[: 1 + len(CODECS)])
         found.forms.extend({"model": name, **each.row(), "is_on_curve": each.codec in curve} for each in losses)
@@ -101,13 +101,6 @@ def _range_losses(real: RealModel, asked: Sequence[Probe], advance: Callable[[in
         name = " and ".join(PARTS[part] for part in taken)
         worst, mean = max(errors[taken]), sum(errors[taken]) / len(errors[taken])
         yield FormLoss(name, sizes[taken], worst, mean, tuple(mine))
-
-
-def _asked(real: RealModel, texts: int, context_tokens: int, continuation_tokens: int) -> list[Probe]:
-    encode, beginning = encoder_of(real.tokenizer), beginning_of(real.tokenizer)
-    whole: Ids = encode(text_of(None)[0])
-    asked = probes(cut(whole, context_tokens + continuation_tokens, texts), encode, beginning, context_tokens, 1)
-    return [Probe(each.context, each.continuation[:continuation_tokens], each.facts) for each in asked]
 
 
 def _chain_rows(states: States) -> Iterator[dict[str, Any]]:

@@ -20,19 +20,18 @@ from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from objectcache.adapters.kept_errors import without_frames
-from objectcache.adapters.threads import HERE_BYTES_MAX, computed, to_end
-from storage_server.delivery.gather.coming import Arrival, ComingExtent
+from objectcache.adapters.threads import HERE_BYTES_MAX, to_end
 from storage_server.delivery.gather.landing import MEMORY_FRACTION, Landing
 from storage_server.delivery.gather.passing import PassingExtent
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.home.fetch.passing_chunk import PassingChunk
+from storage_server.home.fetch.placed_chunk import PlacedChunk
 from storage_server.home.fetch.receiving import ChunkReceiver, IntoFile, IntoMemory, wrong
 from storage_server.home.further_tier import FurtherTier
 from storage_server.home.key_locks import KeyLocks
 from storage_server.home.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.home.rules.groups import group_ends
-from storage_server.home.rules.headers import is_md5
-from storage_server.home.rules.proof import Proof, proved_bytes, proves
+from storage_server.home.rules.proof import Proof, proved_bytes
 from storage_server.home.rules.remote_entry import RemoteEntry
 from storage_server.home.s3.copied_tags import CopiedTags
 from storage_server.home.s3.turns import Turns
@@ -44,13 +43,10 @@ from storage_server.kernel.index import transaction
 from storage_server.kernel.index.transaction import Transaction
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
-from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.planning.extent import Extent, aligned
 
 PREFETCH_BYTES_MAX = 128 * MIB
 """One chunk has no more bytes fetched ahead."""
-PROVED_HERE_BYTES_MAX = 64 * MIB
-"""The checksums of so many bytes are joined in some milliseconds."""
 PREFETCH_GROUP = 1 << 20
 """Behind all groups of chunks that somebody waits for."""
 QUIET_S = 0.05
@@ -68,11 +64,12 @@ _ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 
 
 class _BrokenOffError(Exception):
-    """An answer whose head has come, and whose body does not come to its end."""
+    """An answer whose head has come, and whose body ends after the first `received_bytes` of the chunk."""
 
-    def __init__(self, error: ServerError) -> None:
+    def __init__(self, error: ServerError, received_bytes: int) -> None:
         super().__init__(str(error))
         self.error = error
+        self.received_bytes = received_bytes
 
 
 class Ways:
@@ -138,19 +135,17 @@ class Ways:
             return IntoFile(self.objects, self.io, self.cache.disk, on_step)
         return IntoMemory(self.objects, self.io, landed, layout.per_layer_chunk_bytes, on_step)
 
-    async def store(self, receiver: IntoMemory) -> None:
+    async def store(self, receiver: IntoMemory, writer: ExtentWriter) -> None:
         """Write a landed chunk into its file, one after the other, while deliveries do not need the processor. Raises
         ServerError.
         """
-        assert receiver.landed is not None
-        assert receiver.writer is not None
         until_s = time.monotonic() + QUIET_WAIT_MAX_S
         async with self._storing:
             for _ in range(round(QUIET_WAIT_MAX_S / QUIET_S)):
                 if self._is_quiet() or time.monotonic() >= until_s:
                     break
                 await asyncio.sleep(QUIET_S)
-            store = partial(receiver.writer.store, receiver.landed.view, receiver.blocks, self.cache.disk)
+            store = partial(writer.store, receiver.landed.view, receiver.blocks, self.cache.disk)
             if len(receiver.landed.view) <= HERE_BYTES_MAX:
                 try:
                     store()  # in less time than a hand-over to a thread takes
@@ -199,12 +194,8 @@ class Fetch:
         self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
         self._receiver: ChunkReceiver | None = None
-        self._arrival: Arrival | None = None
+        self._placed: PlacedChunk | None = None
         self._so_far = b"", 0
-        self._proved_bytes = 0
-        self._is_wrong = False
-        self._proof: Proof | None = None
-        self._has_digest = True
         self.info: ObjectInfo | None = None
         """Upstream's description of it, when it has begun."""
         self.fetched_bytes = 0
@@ -239,21 +230,20 @@ class Fetch:
         start = 0
         self._asked_at = time.time()
         with ExitStack() as stack:
+            placed = None
             for group_index, group_end in enumerate(ends):
                 turn_index = PREFETCH_GROUP if self.layout is None else group_index
-                end = await self._fetch_group(turn_index, start, group_end, stack)
-                if end is None:
+                placed = await self._fetch_group(turn_index, start, group_end, stack)
+                if placed is None:
                     return
-                start = end
-            receiver = self._receiver
-            assert receiver is not None
-            assert self.info is not None
-            assert receiver.writer is not None
-            await self._prove(self.info, receiver)
-            if isinstance(receiver, IntoMemory):
-                self._admit(self.info, receiver)
-                await self._ways.store(receiver)
-            await self._publish(self.info, receiver.writer)
+                start = group_end or placed.info.nbytes
+            if placed is None:
+                return
+            await self._prove(placed)
+            if isinstance(self._receiver, IntoMemory):
+                self._admit(placed, self._receiver)
+                await self._ways.store(self._receiver, placed.writer)
+            await self._publish(placed)
 
     async def _fetch_from(self, tier: FurtherTier, layout: ChunkLayout) -> bool:
         """Bring the chunk from a tier before home; False where it is not there, or not what it should be."""
@@ -269,29 +259,29 @@ class Fetch:
                 if entry is None:
                     return False
                 await self._ways.io.run(partial(receiver.blocks.update, landed.view))
-            if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
+            if proved_bytes(entry.proof, receiver.blocks.packed(), entry.info.nbytes) != entry.info.nbytes:
                 tier.found_wrong(self._bucket, self._key)
                 return False
-            self._proof = entry.proof
-            if not await self._begin(entry.info, receiver):
+            placed = await self._place(entry.info, entry.proof, receiver, stack)
+            if placed is None:
                 return True
-            stack.enter_context(self._ways.cache.bound.arriving())
-            assert receiver.writer is not None
-            await self._prove(entry.info, receiver)
+            await self._prove(placed)
             self.fetched_bytes = 0  # not from upstream
-            await self._ways.store(receiver)
-            await self._publish(entry.info, receiver.writer, has_doubtful_tags=True)
+            await self._ways.store(receiver, placed.writer)
+            await self._publish(placed, has_doubtful_tags=True)
         return True
 
-    def _admit(self, info: ObjectInfo, receiver: IntoMemory) -> None:
+    def _admit(self, placed: PlacedChunk, receiver: IntoMemory) -> None:
         """Offer a chunk that came from home to the tiers before it, for other servers."""
-        if self._proof is not None and is_chunk_key(self._key):
+        if placed.proof is not None and is_chunk_key(self._key):
             for tier in self._ways.tiers:
-                tier.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
+                tier.admit(RemoteEntry(self._bucket, placed.info, placed.proof, self._asked_at), receiver.landed)
 
-    async def _fetch_group(self, turn_index: int, start: int, group_end: int | None, stack: ExitStack) -> int | None:
-        """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout, or
-        finds no room. Where an answer breaks off or comes too slowly, the rest is asked for again.
+    async def _fetch_group(
+        self, turn_index: int, start: int, group_end: int | None, stack: ExitStack
+    ) -> PlacedChunk | None:
+        """Read one group when it is its turn; None where the object is no chunk of this layout, or finds no room. Where
+        an answer breaks off or comes too slowly, the rest is asked for again.
         """
         for attempt in count(1):
             try:
@@ -302,90 +292,83 @@ class Fetch:
                         stack.callback(self._receiver.close)
                     return await self._ask(self._receiver, start, group_end, stack)
             except _BrokenOffError as broken:
-                assert self._receiver is not None
-                start = max(start, self._receiver.received_bytes)
+                start = max(start, broken.received_bytes)
                 if attempt == ATTEMPTS_MAX:
                     raise broken.error from broken
             await asyncio.sleep(pause_before_next_s(attempt))
         raise AssertionError("the loop ends by itself")
 
-    async def _ask(self, receiver: ChunkReceiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+    async def _ask(
+        self, receiver: ChunkReceiver, start: int, group_end: int | None, stack: ExitStack
+    ) -> PlacedChunk | None:
         """One request for the rest of a group, from `start` on. Raises _BrokenOffError."""
         last = None if group_end is None else group_end - 1
         condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
         request = ReadRequest(self._bucket, self._key, RangeSpec(start, last), condition=condition)
-        async with receiver.open(request, start, group_end) as (head, proof, received):
-            if self.info is None:
+        async with receiver.open(request, start, group_end) as opened:
+            head, placed = opened.head, self._placed
+            if placed is None:
                 if self.layout is None and head.info.nbytes > PREFETCH_BYTES_MAX:
                     raise ServerError(ErrorCode.SLOW_DOWN, "too large to be read ahead", retryable=True)
                 if self.layout is not None and head.info.nbytes != self.layout.chunk_bytes:
                     self.begun.set_result(_of_another_size(head.info.nbytes))
                     return None
-                self._proof = proof
-                self._has_digest = not isinstance(head, HomeHead) or head.has_digest
-                if not await self._begin(head.info, receiver):
+                has_digest = not isinstance(head, HomeHead) or head.has_digest
+                placed = await self._place(head.info, opened.proof, receiver, stack, has_digest=has_digest)
+                if placed is None:
                     return None
-                stack.enter_context(self._ways.cache.bound.arriving())
-            elif head.info.etag != self.info.etag:
+            elif head.info.etag != placed.info.etag:
                 raise wrong("the object has changed meanwhile")
             end = head.info.nbytes if group_end is None else group_end
             if (head.range.start, head.range.length) != (start, end - start):
                 raise wrong("another range came than was asked for")
             try:
-                await received
+                await opened.receive(placed.writer)
             except ServerError as error:
                 if error.code is not ErrorCode.SLOW_DOWN or receiver.received_bytes >= end:
                     raise
-                raise _BrokenOffError(error) from error
-        return end
+                raise _BrokenOffError(error, receiver.received_bytes) from error
+        return placed
 
-    async def _begin(self, info: ObjectInfo, receiver: ChunkReceiver) -> bool:
-        """Give the chunk its place in a file, and tell those that wait for it. False where there is no room."""
-        hashes = BodyHashes(None, sha256=False, md5=self._proof is None and receiver.landed is None)
-        receiver.writer = writer = await self._ways.writer(info.nbytes, hashes) if self._keeps else None
+    async def _place(
+        self,
+        info: ObjectInfo,
+        proof: Proof | None,
+        receiver: ChunkReceiver,
+        stack: ExitStack,
+        *,
+        has_digest: bool = True,
+    ) -> PlacedChunk | None:
+        """Give the chunk its place in a file until the stack ends, and tell those that wait for it. None where there is
+        no room.
+        """
+        hashes = BodyHashes(None, sha256=False, md5=proof is None and receiver.landed is None)
+        writer = await self._ways.writer(info.nbytes, hashes) if self._keeps else None
         self.info = info
         if writer is None:
-            self.begun.set_result(self._ways.passing(self._bucket, info, self._proof))
-            return False
-        self._arrival = Arrival(info.nbytes, receiver.landed)
-        self.begun.set_result(ComingExtent.of(writer.file.file_id, writer.offset, self._arrival))
-        self._advance(*self._so_far)
-        return True
+            self.begun.set_result(self._ways.passing(self._bucket, info, proof))
+            return None
+        placed = self._placed = PlacedChunk(info, proof, receiver, writer, has_digest=has_digest)
+        stack.callback(placed.close)
+        stack.enter_context(self._ways.cache.bound.arriving())
+        self.begun.set_result(placed.extent)
+        placed.advance(*self._so_far)
+        return placed
 
     def _advance(self, words: bytes, arrived_bytes: int) -> None:
-        """Tell what has come and is proved. Wrong bytes are not told; they end the fetch when all have come. Of a chunk
-        without a proof nothing is told before its end, where its ETag proves it as a whole.
-        """
+        """What comes before the chunk has its place waits for that."""
         self._so_far = words, arrived_bytes
-        if self._arrival is None or self._proof is None or self._is_wrong:
-            return
-        start, end = self._proved_bytes, arrived_bytes // self._proof.unit_bytes * self._proof.unit_bytes
-        if not start < end < self._arrival.nbytes:
-            return
-        fresh = words[start // BLOCK_BYTES * WORD_BYTES : end // BLOCK_BYTES * WORD_BYTES]
-        if not proves(self._proof, fresh, start, end):  # only what is new: a large chunk comes in thousands of steps
-            self._is_wrong = True
-            return
-        self._proved_bytes = end
-        if self._arrival.arrived_bytes < end:
-            self._arrival.advance(end, words)
+        if self._placed is not None:
+            self._placed.advance(words, arrived_bytes)
 
-    async def _prove(self, info: ObjectInfo, receiver: ChunkReceiver) -> None:
-        """The last bytes are told only when all bytes are proved."""
-        assert self._arrival is not None
-        words = receiver.words()
-        if self._proof is not None:
-            prove = partial(proved_bytes, self._proof, words, info.nbytes)
-            if await computed(prove, is_long=info.nbytes > PROVED_HERE_BYTES_MAX) != info.nbytes:
-                raise wrong("the bytes are not those that were put")
-        elif self._has_digest and is_md5(info.etag) and info.etag != await receiver.etag():
-            raise wrong("the bytes are not those of the ETag")
-        self._arrival.advance(info.nbytes, words)
-        self.fetched_bytes = info.nbytes
+    async def _prove(self, placed: PlacedChunk) -> None:
+        await placed.prove()
+        self.fetched_bytes = placed.info.nbytes
         self._on_come()
 
-    async def _publish(self, info: ObjectInfo, writer: ExtentWriter, *, has_doubtful_tags: bool = False) -> None:
+    async def _publish(self, placed: PlacedChunk, *, has_doubtful_tags: bool = False) -> None:
         """The chunk is in the cache from now on."""
+        info, writer = placed.info, placed.writer
         part = StoredPart(info.etag, info.nbytes, info.checksum, writer.extent())
 
         def publish(tx: Transaction) -> None:
@@ -403,8 +386,8 @@ class Fetch:
     def _end_with(self, error: ObjectCacheError) -> None:
         """Keep the error for those that wait, without its frames: they have pieces of the answer, and this fetch."""
         without_frames(error)
-        if self._arrival is not None:
-            self._arrival.fail(error)
+        if self._placed is not None:
+            self._placed.fail(error)
         elif not self.begun.done():
             if isinstance(error, CallerError) and error.code in _ABSENT:
                 self.begun.set_result(None)

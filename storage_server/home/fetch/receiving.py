@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -28,14 +29,22 @@ from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 STEP_BYTES = MIB
 OnStep = Callable[[bytes, int], None]
 """Called on the event loop with the packed checksums of all blocks so far, and the bytes of the chunk so far."""
-Opened = tuple[ReadHead, Proof | None, Awaitable[None]]
-"""An answer's head, the proof of the whole object, and what to await for all bytes of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An answer's head, and the proof of the whole object. `receive` brings all bytes of the answer, for a chunk that
+    has its place in a file by now.
+    """
+
+    head: ReadHead
+    proof: Proof | None
+    receive: Callable[[ExtentWriter], Awaitable[None]]
 
 
 class ChunkReceiver(Protocol):
-    """One chunk on its way. `writer` is set when the first head has come and the chunk has its place in a file."""
+    """The bytes of one chunk on their way."""
 
-    writer: ExtentWriter | None
     received_bytes: int
     """How much of the chunk, from its beginning, has come and is counted in its checksums."""
 
@@ -46,14 +55,14 @@ class ChunkReceiver(Protocol):
     def open(self, request: ReadRequest, start: int, end: int | None) -> AbstractAsyncContextManager[Opened]:
         """A request for the bytes [start, end) of the chunk; without `end` for all the rest."""
 
-    def words(self) -> bytes:
+    def words(self, writer: ExtentWriter) -> bytes:
         """The packed checksums of all blocks that have come."""
 
-    async def etag(self) -> str:
+    async def etag(self, writer: ExtentWriter) -> str:
         """The MD5 of all bytes, in hex."""
 
     def close(self) -> None:
-        """Give back what the chunk has of memory, and of the file if no row names it."""
+        """Give back what the chunk has of memory."""
 
 
 class IntoMemory:
@@ -61,7 +70,6 @@ class IntoMemory:
 
     def __init__(self, objects: HomeObjects, io: IoThreads, landed: Landed, layer_bytes: int, on_step: OnStep) -> None:
         self.landed = landed
-        self.writer: ExtentWriter | None = None
         self.blocks = BlockChecksums()
         self.received_bytes = 0
         self._objects = objects
@@ -83,17 +91,16 @@ class IntoMemory:
 
         into = Into(view, self._first_bytes, max(STEP_BYTES, self._first_bytes), on_step)
         async with self._objects.open_into(request, into) as opened:
-            yield opened
+            head, proof, received = opened
+            yield Opened(head, proof, lambda _: received)
 
-    def words(self) -> bytes:
+    def words(self, writer: ExtentWriter) -> bytes:
         return self.blocks.packed()
 
-    async def etag(self) -> str:
+    async def etag(self, writer: ExtentWriter) -> str:
         return await self._io.run(lambda: hashlib.md5(self._view, usedforsecurity=False).hexdigest())
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
         self.landed.release()
 
 
@@ -102,7 +109,6 @@ class IntoFile:
 
     def __init__(self, objects: HomeObjects, io: IoThreads, disk: Disk, on_step: OnStep) -> None:
         self.landed: Landed | None = None
-        self.writer: ExtentWriter | None = None
         self.received_bytes = 0
         self._objects = objects
         self._io = io
@@ -112,13 +118,9 @@ class IntoFile:
     @asynccontextmanager
     async def open(self, request: ReadRequest, start: int, end: int | None) -> AsyncIterator[Opened]:
         async with self._objects.open_range(request) as (head, proof, coming):
-            receiving = self._receive(coming, start, head.range.length)
-            try:
-                yield head, proof, receiving
-            finally:
-                receiving.close()
+            yield Opened(head, proof, partial(self._receive, coming, start, head.range.length))
 
-    async def _receive(self, coming: AsyncIterator[Piece], start: int, nbytes: int) -> None:
+    async def _receive(self, coming: AsyncIterator[Piece], start: int, nbytes: int, writer: ExtentWriter) -> None:
         pieces: list[Piece] = []
         held_bytes, arrived_bytes = 0, start
         async for piece in coming:
@@ -127,33 +129,29 @@ class IntoFile:
             if arrived_bytes + held_bytes > start + nbytes:
                 raise wrong("more bytes came than were asked for")
             if held_bytes >= STEP_BYTES:
-                await self._write(pieces, arrived_bytes + held_bytes)
+                await self._write(writer, pieces, arrived_bytes + held_bytes)
                 arrived_bytes += held_bytes
                 pieces, held_bytes = [], 0
-        await self._write(pieces, arrived_bytes + held_bytes)
+        await self._write(writer, pieces, arrived_bytes + held_bytes)
         if arrived_bytes + held_bytes != start + nbytes:
             raise wrong(f"{arrived_bytes + held_bytes - start} bytes of {nbytes} came")
 
-    async def _write(self, pieces: Sequence[Piece], arrived_bytes: int) -> None:
-        assert self.writer is not None
+    async def _write(self, writer: ExtentWriter, pieces: Sequence[Piece], arrived_bytes: int) -> None:
         if sum(map(len, pieces)) <= HERE_BYTES_MAX:
-            self.writer.write(pieces, self._disk)  # in less time than a hand-over to a thread takes
+            writer.write(pieces, self._disk)  # in less time than a hand-over to a thread takes
         else:
-            await self._io.run(partial(self.writer.write, pieces, self._disk))
+            await self._io.run(partial(writer.write, pieces, self._disk))
         self.received_bytes = arrived_bytes
-        self._on_step(self.writer.words(), arrived_bytes)
+        self._on_step(writer.words(), arrived_bytes)
 
-    def words(self) -> bytes:
-        assert self.writer is not None
-        return self.writer.words()
+    def words(self, writer: ExtentWriter) -> bytes:
+        return writer.words()
 
-    async def etag(self) -> str:
-        assert self.writer is not None
-        return self.writer.hashes.etag
+    async def etag(self, writer: ExtentWriter) -> str:
+        return writer.hashes.etag
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        """It has no memory."""
 
 
 def wrong(problem: str) -> ServerError:
