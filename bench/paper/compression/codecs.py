@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.beds.kv_peers.install import LMCACHE
 from bench.beds.ours import Servers
 from bench.beds.processes import BaselineError
 from bench.core.rounds import paired, sampled
@@ -36,7 +37,6 @@ from objectcache.kv_codecs.encoding import decode, decode_many, encode
 from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape
 from objectcache.kv_codecs.loss import loss
 
-LMCACHE_PYTHON = Path(__file__).parents[3] / ".venv-clients/torch/bin/python"
 LMCACHE_SCRIPT = Path(__file__).parent / "lmcache_codec.py"
 ALL = (Codec.LOSSLESS, *KIVI, Codec.FP8)
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
@@ -134,15 +134,13 @@ def torch_rows(data: Bytes, runs: int) -> list[dict[str, Any]]:
 
 
 def lmcache_rows(data: Bytes, runs: int) -> list[dict[str, Any]]:
-    """LMCache's codec for CPUs, values in FP8 and keys as they are, in the environment where the tests have LMCache;
-    nothing where that is not made.
-    """
-    if not LMCACHE_PYTHON.exists():
+    """LMCache's codec for CPUs, values in FP8 and keys as they are, where the environment of `bench lmcache` is made."""
+    if not LMCACHE.is_installed:
         return []
     with tempfile.TemporaryDirectory(prefix="objectcache-codec-") as folder:
         np.save(Path(folder) / "layers.npy", data)
         command = [
-            str(LMCACHE_PYTHON),
+            str(LMCACHE.python),
             "-P",
             str(LMCACHE_SCRIPT),
             folder,
