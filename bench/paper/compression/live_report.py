@@ -60,5 +60,5 @@ def live_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
 
 
 def _ends(gain: Spread | Mapping[str, float]) -> tuple[float, float]:
-    """Of a gain as measured, or as read from a result."""
+    """The ends of a gain as measured, or as read from a result."""
     return (gain.min, gain.max) if isinstance(gain, Spread) else (gain["min"], gain["max"])

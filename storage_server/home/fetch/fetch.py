@@ -356,7 +356,7 @@ class Fetch:
         return placed
 
     def _advance(self, words: bytes, arrived_bytes: int) -> None:
-        """What comes before the chunk has its place waits for that."""
+        """Note the bytes so far, and tell them once the chunk has its place."""
         self._so_far = words, arrived_bytes
         if self._placed is not None:
             self._placed.advance(words, arrived_bytes)

@@ -20,8 +20,8 @@ PROVED_HERE_BYTES_MAX = 64 * MIB
 
 
 class PlacedChunk:
-    """What comes of it is proved, and told to those that wait. Without a proof its ETag proves it as a whole, if it
-    `has_digest` there.
+    """Proves the bytes that come, and tells them to those that wait. Without a proof the ETag proves the chunk as a
+    whole, if it `has_digest` there.
     """
 
     def __init__(
