@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -18,6 +19,9 @@ from threading import Thread
 from typing import Any, Final
 
 import uvloop
+
+from objectcache.adapters.pieces import ParsingTurns
+from objectcache.adapters.tls_connection import connect_tls
 
 NAMES_MAX: Final = 256
 """So many names may be slow before others wait."""
@@ -180,11 +184,24 @@ def _not_found(host: Any) -> OSError:
 
 
 class ServerLoop(uvloop.Loop):
-    """The event loop of our servers: uvloop's, which looks no names up in threads that connections need."""
+    """The event loop of our servers: uvloop's, which looks no names up in threads that connections need, and has TLS of
+    its own towards other servers (`adapters.tls_connection`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._names = NameLookups(NAMES_MAX)
+        self._decrypting: ParsingTurns | None = None
+
+    async def create_connection(self, protocol_factory: Any, *args: Any, **options: Any) -> Any:
+        """As uvloop's. A socket of aiohttp that is to have TLS is decrypted in turns with all others."""
+        context, sock = options.get("ssl"), options.get("sock")
+        if not isinstance(context, ssl.SSLContext) or sock is None:
+            return await super().create_connection(protocol_factory, *args, **options)
+        if self._decrypting is None:
+            self._decrypting = ParsingTurns()
+        name = options.get("server_hostname") or ""
+        return await connect_tls(sock, context, self._decrypting, protocol_factory, name)
 
     async def getaddrinfo(
         self,

@@ -16,7 +16,7 @@ import struct
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import aiohttp
 from aiohttp.base_protocol import BaseProtocol
@@ -33,12 +33,26 @@ _RESETS: Final = struct.pack("ii", 1, 0)
 _log = logging.getLogger(__name__)
 
 
+class Piecewise(Protocol):
+    """A connection whose bytes are parsed piece by piece. Connections of one group have one turn together."""
+
+    @property
+    def group(self) -> object: ...
+
+    @property
+    def transport(self) -> asyncio.Transport | None: ...
+
+    def parse_piece(self) -> bool:
+        """Parse the next piece of what waits; whether there is more that may be parsed."""
+        ...
+
+
 class ParsingTurns:
     """The connections of one event loop that wait to have bytes parsed."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: OrderedDict[object, deque[InPieces]] = OrderedDict()
+        self._waiting: OrderedDict[object, deque[Piecewise]] = OrderedDict()
         """By whom a connection is to, or by connection: each has a turn after the other."""
         self._spent_s = 0.0
         self._is_called = False
@@ -52,12 +66,12 @@ class ParsingTurns:
         self._spent_s += time.perf_counter() - began_s
         self._call()
 
-    def add(self, connection: InPieces) -> None:
+    def add(self, connection: Piecewise) -> None:
         """Have a connection parse what waits there, when it is its turn."""
         self._append(connection)
         self._call()
 
-    def _append(self, connection: InPieces) -> None:
+    def _append(self, connection: Piecewise) -> None:
         self._waiting.setdefault(connection.group, deque()).append(connection)
 
     def _call(self) -> None:

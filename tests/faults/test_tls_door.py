@@ -20,7 +20,7 @@ from aiohttp import web
 from objectcache.adapters import tls_door
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import LimitedServer
-from objectcache.adapters.tls_door import READ_BYTES_FIRST, READ_BYTES_MIN, DecryptedReader, ReadShares, TlsDoor
+from objectcache.adapters.tls_door import TlsDoor
 from tests.support.certificates import certificate
 from tests.support.waiting import until
 
@@ -93,36 +93,44 @@ def test_large_bodies_come_and_go_whole(make_loop: MakeLoop, tmp_path: Path) -> 
 @LOOPS
 def test_records_of_one_byte_do_not_stop_the_loop(make_loop: MakeLoop, tmp_path: Path) -> None:
     """A quarter of a megabyte of them was read in one pass of the loop, by each connection."""
-    passes: list[int] = []
 
     async def story(made: Bed) -> None:
-        took = made.door.shares.take
-
-        def counted(nbytes: int, took_s: float) -> bytes:
-            passes.append(nbytes)
-            return took(nbytes, took_s)
-
-        made.door.shares.take = counted  # type: ignore[method-assign]
         head = b"PUT / HTTP/1.1\r\nHost: h\r\nContent-Length: 6000\r\n\r\n"
         answers = await asyncio.gather(*(asyncio.to_thread(_in_records_of_one, made, head, 6000) for _ in range(8)))
         assert answers == [b"x" * 6000] * 8
 
     run(make_loop, tmp_path, story)
-    assert max(passes) <= READ_BYTES_FIRST * 2
+
+
+@LOOPS
+def test_a_connection_that_was_closed_here_is_closed_whatever_its_client_sends(
+    make_loop: MakeLoop, tmp_path: Path
+) -> None:
+    """It was read on for 30 s, whatever came: one connection stopped the loop for three seconds, again and again."""
+
+    async def story(made: Bed) -> None:
+        head = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        async with asyncio.timeout(15.0):
+            await asyncio.to_thread(_goes_on_sending, made, head)
+        await until(lambda: made.server.open_count == 0)
+
+    run(make_loop, tmp_path, story)
+
+
+def _goes_on_sending(made: Bed, head: bytes) -> None:
+    """Send records of one byte behind a request, without an answer to the server's end, until the connection ends."""
+    tls, outgoing, sock, _ = _shaken(made)
+    with sock, contextlib.suppress(ConnectionError):
+        tls.write(head)
+        while True:
+            tls.write(b"x")
+            sock.sendall(outgoing.read())
 
 
 def _in_records_of_one(made: Bed, head: bytes, count: int) -> bytes:
     """The body of the answer to a request whose body came one byte in each record, all at once."""
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = made.trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-    with socket.create_connection(("127.0.0.1", made.port), timeout=60) as sock:
-        while True:
-            try:
-                tls.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                sock.sendall(outgoing.read())
-                incoming.write(sock.recv(1 << 16))
+    tls, outgoing, sock, incoming = _shaken(made)
+    with sock:
         tls.write(head)
         for _ in range(count):
             tls.write(b"x")
@@ -134,6 +142,20 @@ def _in_records_of_one(made: Bed, head: bytes, count: int) -> bytes:
             except ssl.SSLWantReadError:
                 incoming.write(sock.recv(1 << 16))
     return said.partition(b"\r\n\r\n")[2]
+
+
+def _shaken(made: Bed) -> tuple[ssl.SSLObject, ssl.MemoryBIO, socket.socket, ssl.MemoryBIO]:
+    """A client whose records are its own business: what it writes waits in the first buffer."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = made.trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    sock = socket.create_connection(("127.0.0.1", made.port), timeout=60)
+    while True:
+        try:
+            tls.do_handshake()
+            return tls, outgoing, sock, incoming
+        except ssl.SSLWantReadError:
+            sock.sendall(outgoing.read())
+            incoming.write(sock.recv(1 << 16))
 
 
 @LOOPS
@@ -219,24 +241,3 @@ def test_a_server_that_ends_ends_its_handshakes(tmp_path: Path, caplog: pytest.L
         sock.settimeout(30)
         assert sock.recv(1) == b""
     assert "Task was destroyed" not in caplog.text
-
-
-async def test_whoever_has_waited_reads_before_whoever_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(tls_door.time, "perf_counter", lambda: clock[0])
-    shares = ReadShares()
-    greedy, others = DecryptedReader(shares, asyncio.Protocol(), lambda: None), []
-    others = [DecryptedReader(shares, asyncio.Protocol(), lambda: None) for _ in range(3)]
-
-    def read(reader: DecryptedReader) -> int:
-        size = len(reader.get_buffer(-1))
-        clock[0] += tls_door.TURN_S if size > READ_BYTES_MIN else 0.0
-        reader.buffer_updated(size)
-        return size
-
-    assert read(greedy) == READ_BYTES_FIRST
-    assert [read(each) for each in others] == [READ_BYTES_MIN] * 3
-    await asyncio.sleep(0)
-    assert read(greedy) == READ_BYTES_MIN
-    assert all(read(each) > READ_BYTES_MIN for each in others)
-    assert greedy.read_bytes < READ_BYTES_FIRST
