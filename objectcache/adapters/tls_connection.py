@@ -22,6 +22,8 @@ RECORDS_MAX: Final = 64
 """A piece has so many records. Each costs up to 20 µs."""
 PIECE_BYTES: Final = 64 << 10
 """No record begins behind so many bytes of a piece."""
+ANSWERS_BYTES_MAX: Final = 64 << 10
+"""TLS itself may have said so much, in its handshake and to keys that change, that the peer has not taken."""
 _HEAD_BYTES: Final = 5
 """A record's type, version and length (RFC 8446, section 5.1)."""
 
@@ -86,6 +88,7 @@ class TlsConnection(asyncio.Protocol):
         self._on_open = on_open
         self._group_of = group_of
         self._records = WaitingRecords()
+        self._answers_bytes = 0
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
 
     @property
@@ -184,7 +187,7 @@ class TlsConnection(asyncio.Protocol):
                 self._open()
             self._read()
         except ssl.SSLWantReadError:
-            self._flush()
+            self._answer()
         except ssl.SSLError as error:
             self._flush()  # the alert that says why
             self._end_opening(error)
@@ -211,6 +214,17 @@ class TlsConnection(asyncio.Protocol):
         if not self.is_closing:  # the peer has closed its side
             self._protocol.eof_received()
             self.close()
+
+    def _answer(self) -> None:
+        """Send what TLS itself says. A peer that makes it say more and more, and takes none of it, is cut."""
+        if self.transport is None:
+            return
+        if not self.transport.get_write_buffer_size():
+            self._answers_bytes = 0
+        self._answers_bytes += self._outgoing.pending
+        self._flush()
+        if self._answers_bytes > ANSWERS_BYTES_MAX:
+            self.abort()
 
     def _flush(self) -> None:
         data = self._outgoing.read()

@@ -20,8 +20,11 @@ from aiohttp import web
 from objectcache.adapters import tls_door
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.pieces import ParsingTurns
+from objectcache.adapters.tls_connection import ANSWERS_BYTES_MAX, RECORDS_MAX, TlsConnection
 from objectcache.adapters.tls_door import TlsDoor
 from tests.support.certificates import certificate
+from tests.support.key_updates import KeyUpdates
 from tests.support.waiting import until
 
 LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -241,3 +244,54 @@ def test_a_server_that_ends_ends_its_handshakes(tmp_path: Path, caplog: pytest.L
         sock.settimeout(30)
         assert sock.recv(1) == b""
     assert "Task was destroyed" not in caplog.text
+
+
+class Unread(asyncio.Transport):
+    """A connection whose other side takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = b""
+        self.is_taken = True
+        self.is_aborted = False
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self.is_taken else len(self.said)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.said += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_a_client_that_asks_for_keys_and_takes_no_answer_is_cut(tmp_path: Path) -> None:
+    """Each message of 27 bytes that asks for new keys brings one of as many, which lay in memory without a bound."""
+    wire, client = Unread(), KeyUpdates()
+    connection = TlsConnection(context(tmp_path, "door"), ParsingTurns(), asyncio.Protocol())
+    connection.connection_made(wire)
+    done = client.shake()
+    while not done:
+        connection.data_received(client.given())
+        done, wire.said = client.shake(wire.said), b""
+    connection.data_received(client.given())
+    assert connection.opened.done()
+    wire.said, wire.is_taken = b"", False
+    updates = 0
+    while not wire.is_aborted:
+        client.update(RECORDS_MAX)
+        connection.data_received(client.given())
+        await asyncio.sleep(0)
+        updates += RECORDS_MAX
+    assert len(wire.said) <= ANSWERS_BYTES_MAX + RECORDS_MAX * 64
+    assert updates > ANSWERS_BYTES_MAX // 64

@@ -134,7 +134,7 @@ def torch_rows(data: Bytes, runs: int) -> list[dict[str, Any]]:
 
 
 def lmcache_rows(data: Bytes, runs: int) -> list[dict[str, Any]]:
-    """LMCache's codec for CPUs, values in FP8 and keys as they are, where the environment of `bench lmcache` is made."""
+    """LMCache's codec for CPUs, values in FP8 and keys as they are, where `bench lmcache` has its environment."""
     if not LMCACHE.is_installed:
         return []
     with tempfile.TemporaryDirectory(prefix="objectcache-codec-") as folder:
