@@ -24,6 +24,8 @@ PIECE_BYTES: Final = 64 << 10
 """No record begins behind so many bytes of a piece."""
 ANSWERS_BYTES_MAX: Final = 64 << 10
 """TLS itself may have said so much, in its handshake and to keys that change, that the peer has not taken."""
+CONNECTING_S: Final = 60.0
+"""A server has so long for its part of a handshake, as with the loop's own TLS."""
 _HEAD_BYTES: Final = 5
 """A record's type, version and length (RFC 8446, section 5.1)."""
 
@@ -309,14 +311,15 @@ class TlsTransport(asyncio.Transport):
 async def connect_tls(
     sock: Any, context: ssl.SSLContext, turns: ParsingTurns, make: Callable[[], asyncio.Protocol], server_name: str
 ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-    """Shake hands as a client on a connected socket that does not block. Raises OSError, of which ssl.SSLError is one.
-    The caller bounds the time.
+    """Shake hands as a client on a connected socket that does not block. Raises OSError, of which ssl.SSLError and
+    TimeoutError are such.
     """
     protocol = make()
     connection = TlsConnection(context, turns, protocol, server_name=server_name)
     try:
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
-        await asyncio.shield(connection.opened)
+        async with asyncio.timeout(CONNECTING_S):
+            await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+            await asyncio.shield(connection.opened)
     except BaseException:
         connection.abort()
         raise

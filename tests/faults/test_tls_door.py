@@ -17,11 +17,12 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from objectcache.adapters import tls_door
+from objectcache.adapters import tls_connection, tls_door
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.name_lookups import ServerLoop
 from objectcache.adapters.pieces import ParsingTurns
-from objectcache.adapters.tls_connection import ANSWERS_BYTES_MAX, RECORDS_MAX, TlsConnection
+from objectcache.adapters.tls_connection import ANSWERS_BYTES_MAX, RECORDS_MAX, TlsConnection, WaitingRecords
 from objectcache.adapters.tls_door import TlsDoor
 from tests.support.certificates import certificate
 from tests.support.key_updates import KeyUpdates
@@ -29,6 +30,8 @@ from tests.support.waiting import until
 
 LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
+RECORD_BYTES = 5 + 1 + 1 + 16
+"""Of one byte in TLS 1.3: head, content, type and tag."""
 LIMITS = ConnectionLimits(30.0, 75.0, 60.0, 64)
 
 
@@ -94,8 +97,19 @@ def test_large_bodies_come_and_go_whole(make_loop: MakeLoop, tmp_path: Path) -> 
 
 
 @LOOPS
-def test_records_of_one_byte_do_not_stop_the_loop(make_loop: MakeLoop, tmp_path: Path) -> None:
+def test_records_of_one_byte_do_not_stop_the_loop(
+    make_loop: MakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A quarter of a megabyte of them was read in one pass of the loop, by each connection."""
+    pieces: list[int] = []
+    given = WaitingRecords.piece
+
+    def counted(records: WaitingRecords) -> bytes:
+        piece = given(records)
+        pieces.append(len(piece))
+        return piece
+
+    monkeypatch.setattr(WaitingRecords, "piece", counted)
 
     async def story(made: Bed) -> None:
         head = b"PUT / HTTP/1.1\r\nHost: h\r\nContent-Length: 6000\r\n\r\n"
@@ -103,6 +117,8 @@ def test_records_of_one_byte_do_not_stop_the_loop(make_loop: MakeLoop, tmp_path:
         assert answers == [b"x" * 6000] * 8
 
     run(make_loop, tmp_path, story)
+    assert sum(pieces) > 8 * 6000 * RECORD_BYTES
+    assert max(pieces) <= RECORDS_MAX * 2 * RECORD_BYTES  # beside records of one byte there are some of the handshake
 
 
 @LOOPS
@@ -190,9 +206,9 @@ def test_handshakes_and_connections_together_are_no_more_than_the_server_takes(
     async def story(made: Bed) -> None:
         made.server.connections_max = 6
         with contextlib.ExitStack() as held:
-            for _ in range(30):
-                held.enter_context(socket.create_connection(("127.0.0.1", made.port)))
-            await until(lambda: made.door.handshake_count == 6)
+            crowd = [held.enter_context(socket.create_connection(("127.0.0.1", made.port))) for _ in range(30)]
+            await until(lambda: sum(map(_has_ended, crowd)) == 24)
+            assert made.door.handshake_count == 6
 
     run(make_loop, tmp_path, story)
 
@@ -244,6 +260,29 @@ def test_a_server_that_ends_ends_its_handshakes(tmp_path: Path, caplog: pytest.L
         sock.settimeout(30)
         assert sock.recv(1) == b""
     assert "Task was destroyed" not in caplog.text
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the other side has hung up."""
+    sock.setblocking(False)
+    try:
+        return sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_server_that_never_shakes_hands_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_connection, "CONNECTING_S", 0.05)
+
+    async def story(port: int) -> None:
+        async with aiohttp.ClientSession() as http:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await http.post(f"https://127.0.0.1:{port}/", ssl=ssl.create_default_context())
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, asyncio.Runner(loop_factory=ServerLoop) as runner:
+        runner.run(story(silent.getsockname()[1]))
 
 
 class Unread(asyncio.Transport):

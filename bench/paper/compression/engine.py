@@ -177,7 +177,7 @@ def _request(probe: Probe, fact: AskedFact) -> StreamRequest:
 
 
 def figures(rounds: Sequence[tuple[Taken, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
-    """What each way took and said, and both in pairs; each round is a sample. Pure."""
+    """Compare the times and the answers of the ways, also by pairs; each round is a sample. Pure."""
     ways: dict[str, Any] = {}
     for way in WAYS:
         of_way = [taken[way] for taken, _ in rounds]
