@@ -31,7 +31,7 @@ from tests.support.waiting import until
 LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
 RECORD_BYTES = 5 + 1 + 1 + 16
-"""Of one byte in TLS 1.3: head, content, type and tag."""
+"""A record of one byte in TLS 1.3 has a head, the byte, its type and a tag."""
 LIMITS = ConnectionLimits(30.0, 75.0, 60.0, 64)
 
 
