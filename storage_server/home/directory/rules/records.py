@@ -86,8 +86,10 @@ _LARGE = re.compile(
     rb'\["(?:bucket|object|upload|part)",%b,%b,\d{1,19},\[(?:[^\[\]"]|%b)*+\],\[' % (_STRING, _STRING, _STRING)
 )
 """The front of a large record, up to its bodies."""
-_LARGE_BODY = re.compile(rb'\[[^\[\]"]{0,80}+%b,\d{1,19},%b,[^\[\]"]{1,40}+(?:%b,)?+"' % (_STRING, _STRING, _STRING))
-"""The front of a large body, up to its checksums."""
+_LARGE_BODY = re.compile(rb'\[[^\[\]"]{0,80}+%b,\d{1,19},%b,[^\[\]"]{1,40}+(?:%b,)?"' % (_STRING, _STRING, _STRING))
+"""The front of a large body, up to its checksums. Its optional group is not possessive: where such a group fails
+half-way, Python 3.11.2 does not go back to its begin.
+"""
 _Type = type | tuple[type, ...]
 _BODY_TYPES: tuple[_Type, ...] = (int, int, int, str, int, str, (int, float), (str, type(None)))
 """The types of a body's fields before its checksums."""
