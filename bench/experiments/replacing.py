@@ -30,7 +30,7 @@ from objectcache.kv_codecs.encoding import encoded_bytes_max
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.choice import Eviction, policy_of
 from storage_server.cache.policies.ladder import COMPUTED_BYTES_PER_S, ChunkForm, Ladders
-from storage_server.cache.policies.memory_policy import MemoryPolicy
+from storage_server.cache.policies.memory_trials import TryingMemoryPolicy
 from storage_server.cache.policies.order import Request
 from storage_server.cache.policies.reader_forms import ChunkUse
 from storage_server.cache.policies.utility import UtilitySettings
@@ -112,7 +112,7 @@ def replay_memory(stream: Stream, capacity_bytes: int, alpha_s: float, codecs: S
     """
     settings = _settings(codecs, alpha_s, HOME_BYTES_PER_S)
     reading = Reading(SHAPE, LAYOUT.num_layers, tuple(codecs)) if codecs else None
-    policy = MemoryPolicy(capacity_bytes, settings)
+    policy = TryingMemoryPolicy(capacity_bytes, settings)
     held: dict[tuple[str, int], Codec] = {}
     asked, again, hits = 0, 0, Counter[Codec]()
     for request in stream.requests:

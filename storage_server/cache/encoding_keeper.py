@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from objectcache.adapters.threads import in_parts, let_others_run
 from objectcache.kv_codecs.layer import Codec, goes_on
 from storage_server.cache.keeping import Copy, Keeper, Span, TierMemory
 from storage_server.cache.policies.choice import Eviction
-from storage_server.cache.policies.memory_policy import Encoding, MemoryPolicy, TierDecision
+from storage_server.cache.policies.memory_policy import Encoding, TierDecision
+from storage_server.cache.policies.memory_trials import TryingMemoryPolicy
 from storage_server.cache.policies.reader_forms import ChunkUse
 from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.cache.recoding import Recoder
@@ -48,7 +50,9 @@ class EncodingKeeper(Keeper):
         self, memory: TierMemory, settings: UtilitySettings, eviction: Eviction = Eviction.REUSE_VALUE
     ) -> None:
         super().__init__(memory)
-        self._policy = MemoryPolicy(memory.residency.total_bytes, settings, ALIGNMENT_BYTES, eviction)
+        self._policy = TryingMemoryPolicy(
+            memory.residency.total_bytes, settings, ALIGNMENT_BYTES, eviction, secrets.token_bytes(16)
+        )
         self._recoder = Recoder()
         self._is_stopped = False
         self._wanted: dict[int, Encoding] = {}
@@ -110,11 +114,11 @@ class EncodingKeeper(Keeper):
             return False
         if made is None:
             if before is None:
-                self._note(partial(self._policy.note_unencodable, key, reading.shape))
+                self._note(partial(self._policy.readers.note_unencodable, key, reading.shape))
             return False
         encoded, data = made
         if before is None:
-            self._note(partial(self._policy.note_error, reading, codec, encoded.worst_error))
+            self._note(partial(self._policy.readers.note_error, reading, codec, encoded.worst_error))
         if not await self._is_unread(key, waits) or self._memory.residency.place(key) != place:
             return False
         if not self._memory.residency.recode(key, encoded):
@@ -209,7 +213,7 @@ class EncodingKeeper(Keeper):
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
         if made is None:
-            self._note(partial(self._policy.note_unencodable, key_of(extent), reading.shape))
+            self._note(partial(self._policy.readers.note_unencodable, key_of(extent), reading.shape))
             return False
         encoded, data = made
         self._memory.view[offset : offset + len(data)] = data
@@ -219,6 +223,6 @@ class EncodingKeeper(Keeper):
     def form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
         wanted, encoded = self._wanted.pop(offset, None), self._made.pop(offset, None)
         if wanted is not None and encoded is not None:
-            self._note(partial(self._policy.note_error, wanted.reading, encoded.codec, encoded.worst_error))
+            self._note(partial(self._policy.readers.note_error, wanted.reading, encoded.codec, encoded.worst_error))
             self._note(partial(self._policy.note_made, key_of(extent), encoded))
         return encoded

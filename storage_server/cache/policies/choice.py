@@ -9,7 +9,7 @@ from storage_server.cache.policies.adaptive import AdaptiveReplacement, S3Fifo
 from storage_server.cache.policies.order import EvictionOrder
 from storage_server.cache.policies.policy import EvictionPolicy
 from storage_server.cache.policies.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
-from storage_server.cache.policies.reuse_value import ReuseValue
+from storage_server.cache.policies.reuse_value import GHOST_COUNT_MAX, ReuseValue
 
 
 class Eviction(Enum):
@@ -33,9 +33,13 @@ ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {
 }
 
 
-def policy_of(eviction: Eviction, capacity_bytes: int, growth: float = 0.0) -> EvictionPolicy:
+def policy_of(
+    eviction: Eviction, capacity_bytes: int, growth: float = 0.0, ghost_count_max: int = GHOST_COUNT_MAX
+) -> EvictionPolicy:
     """A policy for one cache. Where missing chunks are computed again, a byte costs more the deeper it is in its
-    prefix, by `growth` (storage_server.cache.policies.use_worth). Only REUSE_VALUE looks at that.
+    prefix, by `growth` (storage_server.cache.policies.use_worth). Only REUSE_VALUE looks at that, and at the number of
+    chunks to remember that are not resident.
     """
-    order = ReuseValue(growth=growth) if eviction is Eviction.REUSE_VALUE else ORDERS[eviction]()
+    is_ours = eviction is Eviction.REUSE_VALUE
+    order = ReuseValue(ghost_count_max, growth) if is_ours else ORDERS[eviction]()
     return EvictionPolicy(capacity_bytes, order)

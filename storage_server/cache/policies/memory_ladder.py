@@ -41,8 +41,23 @@ class MemoryLadders:
 
     def __init__(self, settings: UtilitySettings) -> None:
         self._settings = settings
+        self._order: tuple[str, ...] | None = None
+        self.epoch = 0
+        """Another one after each `prefer` that changed what is offered."""
         self._known: OrderedDict[tuple[tuple[Form, ...], str], Ladder] = OrderedDict()
         self._offered: OrderedDict[tuple[tuple[Form, ...], str | None], tuple[Form, ...]] = OrderedDict()
+
+    @property
+    def order(self) -> tuple[str, ...] | None:
+        """The codecs that are offered, the best first; None where they go by what a byte saves."""
+        return self._order
+
+    def prefer(self, order: tuple[str, ...]) -> None:
+        """Offer these codecs only, the first one that a chunk's readers take; where there are none, exact chunks."""
+        if order != self._order:
+            self._order = order
+            self.epoch += 1
+            self._offered.clear()
 
     def load_s(self, forms: Sequence[Form]) -> float:
         """The seconds that the exact chunk takes from its home. `forms` has the exact one first."""
@@ -58,8 +73,8 @@ class MemoryLadders:
         return use_cost_s(form, settings.memory_bytes_per_s, settings.alpha_s, self.load_s(forms))
 
     def offered(self, forms: tuple[Form, ...], present: str | None = None) -> tuple[Form, ...]:
-        """Leave the exact form, the encoded one whose chunks save most for each byte, and the present one. The same
-        forms get the same object.
+        """Leave the exact form, an encoded one, and the present one: the first in the order, or without one that whose
+        chunks save most for each byte. The same forms get the same object until `prefer`.
         """
         name = forms, present
         offered = self._offered.get(name)
@@ -76,9 +91,15 @@ class MemoryLadders:
             return (load_s - self.use_cost_s(form, forms)) / form.nbytes
 
         exact, *encoded = forms
-        best = max(encoded, key=saved, default=exact)
-        is_worth_it = saved(best) > SAVED_OVER_EXACT_MIN * max(0.0, saved(exact))
-        codecs = {exact.codec, present, best.codec if is_worth_it else exact.codec}
+        least = SAVED_OVER_EXACT_MIN * max(0.0, saved(exact))
+        able = [form for form in encoded if saved(form) > least]
+        if (order := self._order) is None:
+            chosen = max(able, key=saved, default=exact)
+        else:
+            chosen = min(
+                (form for form in able if form.codec in order), key=lambda f: order.index(f.codec), default=exact
+            )
+        codecs = {exact.codec, present, chosen.codec}
         return tuple(form for form in forms if form.codec in codecs)
 
     def best(self, forms: Sequence[Form]) -> Form:

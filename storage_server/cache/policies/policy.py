@@ -7,7 +7,7 @@ children, and counts as much as its next form takes from then on; on the last ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage_server.cache.policies.ladder import Ladder, Rung
@@ -49,6 +49,8 @@ class EvictionPolicy:
         """Then a request's chunks are all noted before room is made: else its last ones would leave, since the turns of
         those before them, which may only have to be encoded, had not come.
         """
+        self.look_again: Callable[[Key], Ladder | None] = lambda _: None
+        """Asked of a resident with a ladder at its turn: another ladder, from its present form on."""
         self._used_bytes = 0
         self._now_s = float("-inf")
 
@@ -225,6 +227,10 @@ class EvictionPolicy:
         left: list[Key] = []
         while self._used_bytes > self._order.capacity_bytes and self._queued_count:
             resident = self._order.take_next()
+            if resident.ladder and (ladder := self.look_again(resident.key)) is not None:
+                resident.ladder, resident.rung_number = ladder, 0
+                self._order.put_back(resident)
+                continue
             if resident.ladder and resident.may_go and (after := resident.next_rung) is not None:
                 self._used_bytes += after.nbytes - resident.nbytes
                 resident.nbytes = after.nbytes

@@ -94,8 +94,11 @@ async def test_the_policy_is_told_of_everything_in_the_thread_of_the_books(
 
         return called
 
-    for name in ("request", "remove", "note_made", "note_error", "note_unencodable"):
-        monkeypatch.setattr(keeper._policy, name, watched(name, getattr(keeper._policy, name)))
+    policy = keeper._policy
+    heard = {policy: ("request", "remove", "note_made"), policy.readers: ("note_error", "note_unencodable")}
+    for each, names in heard.items():
+        for name in names:
+            monkeypatch.setattr(each, name, watched(name, getattr(each, name)))
     source = tier._source
     assert isinstance(source, KvSource)
     source.broken.add(extent(3))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from objectcache.kv_codecs.chains import parse_chain
 from objectcache.kv_codecs.elements import Element
 from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
-from storage_server.cache.policies import memory_policy as policy_module
 from storage_server.cache.policies import reader_forms
 from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.memory_ladder import MemoryLadders
@@ -217,7 +216,7 @@ def test_two_bounds_in_turn_keep_a_form_that_both_take() -> None:
     """The stricter reader's codecs are those that both take, so nothing is loaded again for either."""
     policy = MemoryPolicy(4 * EXACT, SETTINGS)
     for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1)):
-        policy.note_error(READING, codec, error)
+        policy.readers.note_error(READING, codec, error)
     books = Books(policy)
     strict = replace(READING, max_error=0.05)
     for turn in range(40):
@@ -230,7 +229,7 @@ def test_the_errors_of_one_bucket_say_nothing_of_another() -> None:
     policy = MemoryPolicy(4 * EXACT, SETTINGS)
     mine, theirs = (replace(READING, max_error=0.1, bucket=bucket) for bucket in ("mine", "odd"))
     for codec in READING.codecs:
-        policy.note_error(theirs, codec, 0.9)
+        policy.readers.note_error(theirs, codec, 0.9)
     books = Books(policy)
     for _ in range(3):
         books.use(keys(*range(8)), mine)
@@ -269,7 +268,7 @@ def test_a_bound_that_a_chunk_breaks_counts_whoever_had_it_encoded() -> None:
         books.use(keys(*range(8)), anyone)
     erring = [key for key, codec in books.held.items() if codec is not None]
     for key in erring:
-        policy.note_error(anyone, Codec.KIVI4, 0.08)
+        policy.readers.note_error(anyone, Codec.KIVI4, 0.08)
         made(books, key, 0.15)
     for _ in range(40):
         books.use(keys(*range(8)), strict)
@@ -346,7 +345,7 @@ def test_readers_of_two_shapes_in_turn_do_not_change_the_form_at_each_turn() -> 
 def test_a_codec_that_breaks_the_readers_bound_is_not_used_for_it() -> None:
     policy = MemoryPolicy(4 * EXACT, SETTINGS)
     for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1), (Codec.KIVI2, 0.6)):
-        policy.note_error(READING, codec, error)
+        policy.readers.note_error(READING, codec, error)
     books = Books(policy)
     strict = Reading(SHAPE, 4, READING.codecs, max_error=0.05)
     for _ in range(3):
@@ -373,11 +372,10 @@ def test_every_order_of_eviction_encodes(eviction: Eviction) -> None:
     assert any(books.held.values())
 
 
-def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_are_asked_for_once_are_forgotten() -> None:
     """Whoever asks for ever new chunks must not fill the policy's memory, also where none of them is ever kept."""
-    monkeypatch.setattr(policy_module, "GHOST_COUNT_MAX", 50)
     for capacity_bytes in (0, 2 * EXACT):
-        books = Books(MemoryPolicy(capacity_bytes, SETTINGS))
+        books = Books(MemoryPolicy(capacity_bytes, SETTINGS, ghost_count_max=50))
         for number in range(300):
             books.use(keys(number), READING if number % 2 else None)
         assert books.policy.known_count <= 60
@@ -388,8 +386,8 @@ def test_errors_of_a_chunk_are_remembered_for_a_few_shapes() -> None:
     policy = MemoryPolicy(EXACT, SETTINGS)
     shapes = [LayerShape(tokens, 128, Element.BFLOAT16) for tokens in range(1, 200)]
     for shape in shapes:
-        policy.note_unencodable(("file", 0), shape)
-    (errors,) = policy._readers._chunk_errors.values()
+        policy.readers.note_unencodable(("file", 0), shape)
+    (errors,) = policy.readers._chunk_errors.values()
     assert len(errors) == CHUNK_ERRORS_MAX
     assert {shape for shape, _ in errors} == set(shapes[-CHUNK_ERRORS_MAX:])
 
