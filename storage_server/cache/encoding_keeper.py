@@ -61,6 +61,7 @@ class EncodingKeeper(Keeper):
         """The forms of chunks that have been written to these offsets, and are not noted yet."""
         self._notes: deque[Callable[[], None]] = deque()
         """The policy belongs to the thread of the books, which hears these before it is asked again."""
+        self._told_codec: str | None = None
 
     @property
     def decided_bytes(self) -> int:
@@ -83,9 +84,18 @@ class EncodingKeeper(Keeper):
     async def decide(self, known: Mapping[Key, Extent], reading: Reading | None) -> list[Copy]:
         uses = [ChunkUse(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
         decision = await self._in_books(partial(self._policy.request, time.monotonic(), uses, reading))
+        self._tell_codec()
         await self._memory.evict(decision.evicted)
         await self._recode(decision)
         return await self._admit(decision, known)
+
+    def _tell_codec(self) -> None:
+        """Say which codec the trials have chosen."""
+        order = self._policy.ladders.order
+        codec = None if order is None else next(iter(order), "")
+        if codec != self._told_codec:
+            self._told_codec = codec
+            _log.info("memory encodes chunks with %s, by its trials", codec or "no codec")
 
     async def _recode(self, decision: TierDecision) -> None:
         waits = count()

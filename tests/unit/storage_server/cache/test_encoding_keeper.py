@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,18 @@ async def test_what_the_policy_decides_lies_in_memory(tier: DramTier) -> None:
     assert sum(counts.values()) == 7
     assert set(counts) & {"kivi8-1", "kivi4-1"}
     assert tier.keeper.encoded_bytes > 0
+
+
+async def test_the_log_says_which_codec_the_trials_have_chosen(
+    tier: DramTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once, and not with each of the requests."""
+    caplog.set_level(logging.INFO)
+    for _ in range(60):
+        await use(tier, [extent(number) for number in range(7)])
+    told = [record.getMessage() for record in caplog.records if "by its trials" in record.getMessage()]
+    assert told
+    assert len(told) == len([text for text, after in pairwise([*told, ""]) if text != after])
 
 
 async def test_the_policy_is_told_of_everything_in_the_thread_of_the_books(
