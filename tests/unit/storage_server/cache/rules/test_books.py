@@ -72,6 +72,29 @@ def test_a_copy_of_an_old_object_is_as_new_as_its_coming() -> None:
     assert left(books.leaving(1, 6.0)) == "ab"
 
 
+def test_what_leaves_while_the_capacity_grows_is_named_by_the_next_leaving() -> None:
+    """A dirty object stays beyond the capacity. When it is clean, it may have to leave though the capacity grows."""
+    books = made()
+    for number, key in enumerate("ab"):
+        books.put((BUCKET, key), entry(1.0, version=number, nbytes=10, is_dirty=True))
+    assert books.leaving(0, 2.0) == []
+    books.put((BUCKET, "a"), entry(1.0, version=0, nbytes=10))
+    books.allow(15)
+    assert (books.used_bytes, books.count) == (10, 1)
+    assert left(books.leaving(15, 3.0)) == "a"
+
+
+def test_what_is_leased_after_the_capacity_has_grown_stays() -> None:
+    books = made()
+    books.put((BUCKET, "a"), entry(1.0, nbytes=10, is_dirty=True))
+    books.leaving(0, 2.0)
+    books.put((BUCKET, "a"), entry(1.0, nbytes=10))
+    books.allow(5)
+    books.lease(BUCKET, ["a"], 10.0)
+    assert books.leaving(5, 3.0) == []
+    assert (books.used_bytes, books.count, books.held.nbytes) == (10, 1, 10)
+
+
 def test_another_version_replaces_the_size() -> None:
     books = filled("a", made())
     books.put((BUCKET, "a"), entry(1.0, version=2, nbytes=30))
