@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,12 @@ class MissingFileError(CorruptExtentError):
     def __init__(self, file_id: str) -> None:
         super().__init__(f"{file_id} is missing")
         self.file_id = file_id
+
+
+def file_at(extents: Sequence[Extent], start: int) -> str:
+    """The file that has the object's byte `start`; "" without extents."""
+    after = bisect_right(extents, start, key=lambda extent: extent.object_offset)
+    return extents[max(0, after - 1)].file_id if extents else ""
 
 
 def read_object(

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.threads import finished
+from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.refusals import unreachable
+from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.open_files import OpenFiles
-from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, read_object
+from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, file_at, read_object
 
 BURST_S = 0.1
 """So much of a second's bytes may be read at once."""
+WRITER_FRACTION = 0.25
+"""Files of one server hold no more than this part of the threads: all of them may hang."""
 
 
 class Rate:
@@ -45,7 +49,7 @@ class SharedReads:
     def __init__(self, files: OpenFiles, threads: int, bytes_per_s: float | None) -> None:
         self._files = files
         self._rate = Rate(bytes_per_s)
-        self._threads = ThreadPoolExecutor(threads, "shared-read")
+        self._threads = IoThreads(threads, max(1, int(WRITER_FRACTION * threads)), writer_of)
         self.failed_count = 0
         """How many reads the file system failed."""
 
@@ -69,11 +73,11 @@ class SharedReads:
                 self.failed_count += 1
                 raise unreachable(error.strerror or str(error)) from error
 
-        return SharedRead(into, read_piece, self._threads)
+        return SharedRead(into, read_piece, partial(self._threads.run_on, file_at(extents, start)))
 
     def close(self) -> None:
         """Wait for the threads."""
-        self._threads.shutdown()
+        self._threads.close()
 
 
 class SharedRead:
@@ -81,16 +85,22 @@ class SharedRead:
     is used for anything else.
     """
 
-    def __init__(self, into: Into, read_piece: Callable[[int, memoryview], None], threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        into: Into,
+        read_piece: Callable[[int, memoryview], None],
+        run: Callable[[Callable[[], None]], Coroutine[None, None, None]],
+    ) -> None:
         self._into = into
         self._read_piece = read_piece
         self._is_ended = False
-        self.body: asyncio.Future[None] = asyncio.get_running_loop().run_in_executor(threads, self._run)
+        self.body: asyncio.Future[None] = asyncio.get_running_loop().create_task(run(self._run))
         self.body.add_done_callback(lambda body: body.cancelled() or body.exception())
 
     async def end(self) -> None:
         """Break the read off where it has not ended. On return no thread writes into its memory."""
         self._is_ended = True
+        self.body.cancel()  # it may wait for its turn
         await finished(self.body)
 
     def _run(self) -> None:

@@ -72,6 +72,9 @@ from storage_server.planning.durability import Durability
 from storage_server.settings import StorageSettings, UpstreamSettings
 
 IO_THREADS = 4
+READ_THREADS = 32
+READ_THREADS_OF_WRITER = 4
+"""A file of one server may hang, and reads of it then hold these for as long."""
 LONG_S = 2.0
 """A start that reads for longer says so."""
 _SLOW = "the shared directory answers too slowly"
@@ -119,6 +122,7 @@ class SharedDirectory:
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(self._index)
         self._io = IoThreads(IO_THREADS)
+        self._body_reads = IoThreads(READ_THREADS, READ_THREADS_OF_WRITER, writer_of)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self._beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
@@ -131,7 +135,7 @@ class SharedDirectory:
         objects = Objects(
             index=self.reader,
             files=self.files,
-            reader=BodyReader(self.files.open, share, self._io),
+            reader=BodyReader(self.files.open, share, self._body_reads),
             resolved=resolved,
             committer=self.committer,
             writer=bodies,
@@ -232,6 +236,7 @@ class SharedDirectory:
         await self.following.close()
         await asyncio.to_thread(self._reads.close)
         self._io.close()
+        self._body_reads.close()
         await asyncio.to_thread(self._beats.stop)
         self.segments.close()
         self.committer.close()

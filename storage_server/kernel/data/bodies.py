@@ -24,7 +24,7 @@ from storage_server.kernel.data.segments import ExtentWriter, Pending, Segments
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
 from storage_server.planning.durability import Durability
-from storage_server.planning.extent import CorruptExtentError, Extent, aligned, read_object
+from storage_server.planning.extent import CorruptExtentError, Extent, aligned, file_at, read_object
 
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB
@@ -207,12 +207,14 @@ class BodyReader:
                     if start < end:
                         buffers.reverse()
                         view = buffers[0][: min(self._share.piece_bytes, end - start)]
-                        ahead = asyncio.ensure_future(self._io.run(partial(self._read, extents, start, view)))
+                        read = partial(self._read, extents, start, view)
+                        ahead = asyncio.ensure_future(self._io.run_on(file_at(extents, start), read))
                         start += len(view)
                     for piece in done:
                         yield piece
             finally:
                 if ahead is not None:
+                    ahead.cancel()  # it may wait for its turn
                     await finished(ahead)  # until then a thread writes to a buffer
 
     @contextmanager
@@ -226,7 +228,8 @@ class BodyReader:
             with corrupt_is_internal():
                 read_object(self._files.read_into, extents, start, view)
 
-        with self._share.joined(), closing(ExtentPump(read, span, self._share, self._buffers, self._io)) as pump:
+        io, file_of = self._io, partial(file_at, extents)
+        with self._share.joined(), closing(ExtentPump(read, file_of, span, self._share, self._buffers, io)) as pump:
             yield pump
 
     def _cached(self, extents: Sequence[Extent], span: ByteRange) -> Piece | None:

@@ -29,7 +29,8 @@ class Turn(Enum):
 
 
 class ExtentPump:
-    """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes.
+    """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes of the file
+    `file_of(start)`.
 
     A turn sends at most TURN_BYTES. It waits for a full connection only within its first PATIENCE_S, and only while
     nobody else waits for the thread.
@@ -38,12 +39,14 @@ class ExtentPump:
     def __init__(
         self,
         read: Callable[[int, memoryview], None],
+        file_of: Callable[[int], str],
         span: ByteRange,
         share: BufferShare,
         buffers: BufferPool,
         io: IoThreads,
     ) -> None:
         self._read = read
+        self._file_of = file_of
         self._at = span.start
         self._end = span.start + span.length
         self._share = share
@@ -55,7 +58,7 @@ class ExtentPump:
     async def prime(self) -> None:
         """Read the first piece. Raises ServerError(InternalError)."""
         self._buffer = self._buffers.take()
-        await self._io.run(partial(self._read_next, self._buffer))
+        await self._io.run_on(self._file_of(self._at), partial(self._read_next, self._buffer))
 
     def close(self) -> None:
         """Give the buffer back."""
@@ -69,7 +72,7 @@ class ExtentPump:
             raise RuntimeError("prime() was not called")
         turn = Turn.MORE
         while turn is Turn.MORE:
-            turn = await self._io.run(partial(self._turn, self._buffer, send_some, fd))
+            turn = await self._io.run_on(self._file_of(self._at), partial(self._turn, self._buffer, send_some, fd))
         return turn is Turn.DONE
 
     def _turn(self, buffer: memoryview, send_some: SendSome, fd: int) -> Turn:

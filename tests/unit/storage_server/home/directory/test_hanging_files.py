@@ -1,0 +1,91 @@
+"""Files of a shared directory that hang: reads of them have no end, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from descriptors.errors import ErrorCode, ServerError
+from storage_server.home.directory.rules.records import writer_of
+from storage_server.home.directory.store import READ_THREADS_OF_WRITER, SharedDirectory
+from storage_server.kernel.data import io_threads
+from tests.support.shared_bed import BUCKET, Disk, get, opened, put
+from tests.support.waiting import until
+
+BODY = bytes(range(256)) * 1024
+
+
+class HangingDisk(Disk):
+    """Reads of the files of `writer` hang until `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer: str | None = None
+        self.answers = threading.Event()
+        self.hanging_count = 0
+
+    def about_to(self, call: str, name: str) -> None:
+        super().about_to(call, name)
+        if call == "read" and writer_of(name) == self.writer:
+            self.hanging_count += 1
+            self.answers.wait(60)
+
+    def read_cached(self, fd: int, view: memoryview, offset: int) -> int:
+        raise BlockingIOError
+
+
+async def fill(other: SharedDirectory, one: SharedDirectory) -> None:
+    await one.objects.create_bucket("k", BUCKET)
+    await put(other, "theirs", BODY)
+    await put(one, "ours", BODY)
+
+
+async def test_a_file_of_another_server_that_hangs_stops_no_read_and_no_write_of_others(tmp_path: Path) -> None:
+    disk = HangingDisk()
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one", disk=disk) as one:
+        await fill(other, one)
+        disk.writer = other.writer
+        hanging = [asyncio.create_task(get(one, "theirs")) for _ in range(3 * READ_THREADS_OF_WRITER)]
+        await until(lambda: disk.hanging_count == READ_THREADS_OF_WRITER)
+        async with asyncio.timeout(60):
+            await put(one, "new", BODY)
+            assert await get(one, "ours") == BODY
+        disk.answers.set()
+        assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
+
+
+async def test_a_read_behind_others_that_hang_is_told_to_slow_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_threads, "OWNER_WAIT_S", 0.0)
+    disk = HangingDisk()
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one", disk=disk) as one:
+        await fill(other, one)
+        disk.writer = other.writer
+        hanging = [asyncio.create_task(get(one, "theirs")) for _ in range(READ_THREADS_OF_WRITER)]
+        await until(lambda: disk.hanging_count == READ_THREADS_OF_WRITER)
+        with pytest.raises(ServerError) as refused:
+            await get(one, "theirs")
+        assert (refused.value.code, refused.value.retryable) == (ErrorCode.SLOW_DOWN, True)
+        disk.answers.set()
+        assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
+
+
+async def test_a_reader_that_goes_while_it_waits_behind_reads_that_hang_is_not_kept(tmp_path: Path) -> None:
+    disk = HangingDisk()
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one", disk=disk) as one:
+        await fill(other, one)
+        disk.writer = other.writer
+        hanging = [asyncio.create_task(get(one, "theirs")) for _ in range(READ_THREADS_OF_WRITER)]
+        await until(lambda: disk.hanging_count == READ_THREADS_OF_WRITER)
+        going = asyncio.create_task(get(one, "theirs"))
+        await until(lambda: one._body_reads.has_queue)
+        going.cancel()
+        async with asyncio.timeout(60):
+            await asyncio.wait([going])
+        assert going.cancelled()
+        disk.answers.set()
+        assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
