@@ -98,12 +98,12 @@ class Books:
             self._request(names, entry.used_at)
             return
         capacity_bytes = self._policy.capacity_bytes  # whatever its value, it must come in
-        self._resize(max(capacity_bytes, self._policy.used_bytes + entry.nbytes))
+        self._left(self._policy.resize(max(capacity_bytes, self._policy.used_bytes + entry.nbytes)))
         self._request(names, entry.used_at)
         if name in self._entries:
             self._set(name, entry._replace(parent=parent))
             self.unwritten.note_lease(name)
-        self._resize(capacity_bytes)
+        self._left(self._policy.resize(capacity_bytes))
 
     def remove(self, name: Name) -> None:
         """Note that a key shows nothing any more."""
@@ -207,7 +207,8 @@ class Books:
     def allow(self, capacity_bytes: int) -> None:
         """Let the objects take so much until the next `leaving`, if that is more than they may take now."""
         if capacity_bytes > self._policy.capacity_bytes:
-            self._resize(capacity_bytes)
+            # objects leave also where it grows: what held them may have ended since it shrank
+            self._left(self._policy.resize(capacity_bytes))
 
     def leaving(self, capacity_bytes: int, now: float) -> list[Victim]:
         """The objects that must leave so that the others take at most `capacity_bytes`, children before parents, and
@@ -218,7 +219,7 @@ class Books:
         for name in self._ends.due(now):
             self._set(name, _without_past_holds(self._entries[name], now))
         self._expire(now)
-        self._resize(capacity_bytes)
+        self._left(self._policy.resize(capacity_bytes))
         victims, self._leaving = list(self._leaving.values()), {}
         return victims
 
@@ -259,10 +260,6 @@ class Books:
             change = self._policy.request(Request(self._now, names, sizes_bytes, shared_count, ladders))
             refused = [name for name in names if not self._policy.hit_count([name])]
             self._left([*change.evicted, *refused])
-
-    def _resize(self, capacity_bytes: int) -> None:
-        """Change the capacity. Objects may leave also where it grows: what held them may have ended since it shrank."""
-        self._left(self._policy.resize(capacity_bytes))
 
     def _left(self, names: Iterable[object]) -> None:
         for name in names:

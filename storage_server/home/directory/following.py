@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import time
@@ -25,12 +26,12 @@ from storage_server.home.directory.journal import (
     read_journal,
 )
 from storage_server.home.directory.journal_problems import JournalProblems
+from storage_server.home.directory.journal_thread import JournalThread
 from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules.clock import StampClock
 from storage_server.home.directory.rules.records import TOO_LATE, WRITER, WRITERS
 from storage_server.home.directory.rules.shares import Shares
 from storage_server.home.service import OnChanged, Shown
-from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.index.committer import Committer, index_error
 from storage_server.kernel.index.transaction import Transaction
 
@@ -49,6 +50,7 @@ LATE_AFTER = 0.25
 """A pass that takes this part of the callers' patience leaves those behind of which there is more to read: a call waits
 for two passes, and shares do not know how fast this machine is.
 """
+_HANGS = "a read of it hangs"
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +74,7 @@ class Following:
         self._clock = clock
         self._patience_s = patience_s
         self._shown_s = shown_s
-        self._io = IoThreads(1)
+        self._thread = JournalThread(LATE_AFTER * patience_s)
         self._places: dict[str, JournalPlace] = {}
         self._shares = Shares()
         self._late = LateJournals(self._read_late, self._tell_changes)
@@ -111,7 +113,7 @@ class Following:
                 await asyncio.wait([task])
         await self._late.close()
         await self._front_readers.close()
-        self._io.close()
+        self._thread.close()
 
     async def run(self, poll_s: float) -> None:
         """Make a pass every `poll_s`, until cancelled."""
@@ -180,7 +182,7 @@ class Following:
         has the generations and sizes that were seen first in this pass: so far it reads.
         """
         is_start = math.isinf(until_s)
-        read, left_out = await self._io.run(partial(self._read, waiting))
+        read, left_out = await self._thread.run(partial(self._read, waiting))
         if waiting is None:
             self._forget_gone()
         await self._carry_out(read)
@@ -211,7 +213,7 @@ class Following:
     def _read(self, waiting: list[str] | None) -> tuple[list[ReadJournal], list[str]]:
         """Pieces of the journals, together not much more than a step; and the writers that were left out."""
         writers = Beneath(self._root, WRITERS)
-        late = self._late.writers.copy()
+        late, hanging = self._late.writers.copy(), self._thread.hanging
         if waiting is None:
             names, are_all = writers.first_names(NAMES_MAX)
             found_writers = frozenset(filter(WRITER.match, names)) | {self._writer}
@@ -222,6 +224,11 @@ class Following:
         for number, name in enumerate(waiting):
             if budget_bytes <= 0 or budget_rows <= 0:
                 return found, waiting[number:]
+            if name in hanging:
+                place = self._places.get(name, JournalPlace())
+                found.append(ReadJournal(name, place, problem=_HANGS, error_number=errno.ETIMEDOUT))
+                continue
+            self._thread.begin(name)
             journal = self._read_on(writers / name, budget_bytes, budget_rows)
             found.append(journal)
             budget_bytes -= journal.nbytes

@@ -228,8 +228,15 @@ class BodyReader:
             with corrupt_is_internal():
                 read_object(self._files.read_into, extents, start, view)
 
-        io, file_of = self._io, partial(file_at, extents)
-        with self._share.joined(), closing(ExtentPump(read, file_of, span, self._share, self._buffers, io)) as pump:
+        pump = ExtentPump(
+            read=read,
+            file_of=partial(file_at, extents),
+            span=span,
+            share=self._share,
+            buffers=self._buffers,
+            io=self._io,
+        )
+        with self._share.joined(), closing(pump):
             yield pump
 
     def _cached(self, extents: Sequence[Extent], span: ByteRange) -> Piece | None:

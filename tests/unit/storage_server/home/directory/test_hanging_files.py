@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.beneath import Beneath
+from storage_server.home.directory import following as following_module
+from storage_server.home.directory import journal
+from storage_server.home.directory.journal import ReadJournal
+from storage_server.home.directory.journal_thread import JournalThread
+from storage_server.home.directory.rules import unanswered
 from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.directory.store import READ_THREADS_OF_WRITER, SharedDirectory
 from storage_server.kernel.data import io_threads
@@ -89,3 +96,71 @@ async def test_a_reader_that_goes_while_it_waits_behind_reads_that_hang_is_not_k
         assert going.cancelled()
         disk.answers.set()
         assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
+
+
+async def test_a_journal_that_hangs_stops_nobody_when_it_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the disk cannot read. Nothing is deleted meanwhile, and what it has shows when it answers."""
+    read, answers = journal.read_journal, threading.Event()
+
+    def hang(folder: Beneath, *rest: Any) -> ReadJournal:
+        if folder.name == other.writer:
+            answers.wait(60)
+        return read(folder, *rest)
+
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one") as one:
+        await fill(other, one)
+        assert await get(one, "theirs") == BODY
+        monkeypatch.setattr(following_module, "read_journal", hang)
+        monkeypatch.setattr(one.following._thread, "_patience_s", 0.05)
+        await put(other, "new", BODY)
+        with pytest.raises(ServerError) as refused:
+            await get(one, "ours")
+        assert refused.value.code is ErrorCode.SLOW_DOWN
+        monkeypatch.setattr(unanswered, "WAITED_S", 0.0)
+        assert await get(one, "ours") == BODY
+        assert await get(one, "new") is None
+        with pytest.raises(ServerError):
+            one.following.require_whole()
+        answers.set()
+        await until(lambda: not one.following._thread.hanging)
+        assert await get(one, "new") == BODY
+        one.following.require_whole()
+
+
+async def test_a_server_starts_while_a_journal_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, answers = journal.read_journal, threading.Event()
+
+    def hang(folder: Beneath, *rest: Any) -> ReadJournal:
+        if folder.name == other.writer:
+            answers.wait(60)
+        return read(folder, *rest)
+
+    monkeypatch.setattr(following_module, "LATE_AFTER", 0.001)
+    monkeypatch.setattr(following_module, "read_journal", hang)
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one") as one:
+        assert one.following._thread.hanging == {other.writer}
+        answers.set()
+
+
+async def test_a_reading_that_was_given_up_reads_no_further_journal() -> None:
+    thread, answers, begun = JournalThread(0.05), threading.Event(), list[str]()
+
+    def read() -> list[str]:
+        if thread.hanging:
+            thread._patience_s = 60.0
+        for writer in ("a", "b"):
+            if writer not in thread.hanging:
+                thread.begin(writer)
+                begun.append(writer)
+                if writer == "a":
+                    answers.wait(60)
+        return begun
+
+    assert await thread.run(read) == ["a", "b"]
+    assert thread.hanging == {"a"}
+    answers.set()
+    await until(lambda: not thread.hanging)
+    assert begun == ["a", "b"]
+    thread.close()
