@@ -359,6 +359,7 @@ async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() ->
     async def read() -> None:
         async with aclosing(reader.pieces([Extent("f", 0, 8 * MIB, b"")], ByteRange(0, 8 * MIB))) as pieces:
             async for _ in pieces:
+                await waiting.until(lambda: files.filling == 1)
                 raise ConnectionResetError
 
     task = asyncio.create_task(read())
