@@ -371,6 +371,8 @@ def _is_news(journal: ReadJournal, known: JournalPlace) -> bool:
 
 def _apply_pieces(tx: Transaction, journal: ReadJournal, clock: StampClock) -> list[Shown]:
     changed = list[Shown]()
+    if journal.passed_over.count:
+        merge.note_passed_over(tx.db, journal.writer)
     for place, records in journal.pieces:
         clock.observe(max((record.stamp for record in records), default=0))
         changed += merge.apply(tx, journal.writer, place.generation, records, time.time())

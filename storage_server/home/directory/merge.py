@@ -3,7 +3,9 @@ its rows. Functions of an open transaction.
 
 `records` has the newest record of each thing in each journal, without what it says, and when it was noted (Unix
 seconds): of the thing's records the one of the greatest stamp holds, and of equal stamps that of the greatest writer.
-`journals` has how far each journal is read. `waiting_uploads` has the uploads of which only parts are known yet.
+`journals` has how far each journal is read, and `passed_over` the writers of those with records that made no sense
+here: another release, or another Python, may know better. `waiting_uploads` has the uploads of which only parts are
+known yet.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ TABLES = (
         generation INTEGER NOT NULL, is_gone INTEGER NOT NULL, noted_at REAL NOT NULL,
         PRIMARY KEY (kind, name, key, writer)) WITHOUT ROWID
     """,
+    "CREATE TABLE IF NOT EXISTS passed_over (writer TEXT PRIMARY KEY) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
     "CREATE INDEX IF NOT EXISTS records_by_stamp ON records (kind, name, key, stamp, writer, is_gone)",
@@ -62,6 +65,31 @@ def positions(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
 def note_position(db: sqlite3.Connection, writer: str, generation: int, position: int) -> None:
     """This far the journal is applied."""
     db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (writer, generation, position))
+
+
+def note_passed_over(db: sqlite3.Connection, writer: str) -> None:
+    """Records of this journal made no sense here."""
+    db.execute("INSERT OR IGNORE INTO passed_over VALUES (?)", (writer,))
+
+
+def passed_over(db: sqlite3.Connection) -> set[str]:
+    """The writers of journals with records that made no sense here."""
+    return {writer for (writer,) in db.execute("SELECT writer FROM passed_over").fetchall()}
+
+
+def read_again(db: sqlite3.Connection, reader: int, own: str) -> None:
+    """Have journals read from their begin by another `reader` than before, where that has passed records over. An index
+    that does not tell its reader is of a release that did not note such journals: all are read again, the own one too.
+    """
+    found = db.execute("SELECT value FROM meta WHERE name = 'journal_reader'").fetchone()
+    if found is not None and found[0] == reader:
+        return
+    again = set(positions(db)) if found is None else passed_over(db)
+    db.executemany("DELETE FROM journals WHERE writer = ?", [(writer,) for writer in again - {own}])
+    if own in again:
+        db.execute("UPDATE journals SET position = 0 WHERE writer = ?", (own,))
+    db.execute("DELETE FROM passed_over")
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('journal_reader', ?)", (reader,))
 
 
 def note_coming(db: sqlite3.Connection, generation: int, end: int) -> None:

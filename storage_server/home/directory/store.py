@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -38,6 +39,7 @@ from storage_server.home.directory.rewriting import Rewriting
 from storage_server.home.directory.rules.clock import ClockError, StampClock
 from storage_server.home.directory.rules.records import (
     OBJECT_BYTES_MAX,
+    RECORDS_READER,
     WRITERS,
     BadRecordError,
     Record,
@@ -75,6 +77,8 @@ IO_THREADS = 4
 READ_THREADS = 32
 READ_THREADS_OF_WRITER = 4
 """A file of one server may hang, and reads of it then hold these for as long."""
+READER = int("".join(f"{number:03}" for number in (RECORDS_READER, *sys.version_info[:3])))
+"""Who reads journals here. What another one has passed over makes sense to this one, perhaps."""
 LONG_S = 2.0
 """A start that reads for longer says so."""
 _SLOW = "the shared directory answers too slowly"
@@ -253,6 +257,8 @@ class SharedDirectory:
         merge.prepare(tx)
         writer = self._membership.writer
         positions = merge.positions(tx.db)
+        merge.read_again(tx.db, READER, writer)
+        self.following.problems.spoiled.update(merge.passed_over(tx.db))
         generation, position = positions.get(writer, (0, 0))
         self._clock.go_on_behind(merge.last_stamp(tx.db), (self.files.shown_s(each) for each in positions))
         coming = merge.coming(tx.db)
@@ -339,6 +345,8 @@ class SharedDirectory:
             read_to = position if generation == journal.generation else self._rewriting.caught_up(tx)
             for found in journal.read(read_to):
                 self.following.problems.note_passed_over(writer, found.passed_over)
+                if found.passed_over.count:
+                    merge.note_passed_over(tx.db, writer)
                 for _, records in found.pieces:
                     self._clock.observe(max((record.stamp for record in records), default=0))
                     self._rewriting.note(records)

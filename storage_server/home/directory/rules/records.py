@@ -45,6 +45,8 @@ from storage_server.kernel.rules.plain_rows import (
 from storage_server.kernel.rules.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 
+RECORDS_READER = 1
+"""Count it up where records make sense that did not before: journals that have such are then read again."""
 PIECE_BYTES = 128 * KIB
 COUNTED_AT_ONCE = MIB
 """So much is parsed at once."""
