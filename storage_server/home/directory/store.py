@@ -78,7 +78,7 @@ READ_THREADS = 32
 READ_THREADS_OF_WRITER = 4
 """A file of one server may hang, and reads of it then hold these for as long."""
 READER = int("".join(f"{number:03}" for number in (RECORDS_READER, *sys.version_info[:3])))
-"""Who reads journals here. What another one has passed over makes sense to this one, perhaps."""
+"""The reader of journals that this process is. It may know records that another reader has passed over."""
 LONG_S = 2.0
 """A start that reads for longer says so."""
 _SLOW = "the shared directory answers too slowly"
