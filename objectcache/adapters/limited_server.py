@@ -250,6 +250,16 @@ class Connection(InPieces, web.RequestHandler):
         if self._wire is not None:
             self._limited.idle[self] = None
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the answer, and let go of its body: aiohttp keeps an answer until the connection's next one."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            if isinstance(resp, web.Response):
+                resp.body = None
+
     def _leave_body(self, body: StreamReader) -> None:
         """Only aiohttp still reads a body that is not well-formed. It would write the error into the log."""
         body.feed_eof()

@@ -22,6 +22,10 @@ RECORDS_MAX: Final = 64
 """A piece has so many records. Each costs up to 20 µs."""
 PIECE_BYTES: Final = 64 << 10
 """No record begins behind so many bytes of a piece."""
+WRITTEN_BYTES: Final = 64 << 10
+"""So much is encrypted at once. The memory of OpenSSL's buffer never shrinks: a connection has the memory of its
+largest piece as long as it lives.
+"""
 ANSWERS_BYTES_MAX: Final = 64 << 10
 """TLS itself may have said so much, in its handshake and to keys that change, that the peer has not taken."""
 CONNECTING_S: Final = 60.0
@@ -91,6 +95,8 @@ class TlsConnection(asyncio.Protocol):
         self._group_of = group_of
         self._records = WaitingRecords()
         self._answers_bytes = 0
+        self._error: ssl.SSLError | None = None
+        """What the peer has sent that is no TLS."""
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
 
     @property
@@ -137,7 +143,7 @@ class TlsConnection(asyncio.Protocol):
         self._is_closed, self.transport = True, None
         self._end_opening(exc or ConnectionResetError("the peer has hung up within the handshake"))
         if self._is_open:
-            self._protocol.connection_lost(exc)
+            self._protocol.connection_lost(exc or self._error)
 
     def pause_writing(self) -> None:
         if self._is_open:
@@ -161,8 +167,8 @@ class TlsConnection(asyncio.Protocol):
             return
         view = memoryview(data).cast("B")
         while view:
-            view = view[self.tls.write(view) :]
-        self._flush()
+            view = view[self.tls.write(view[:WRITTEN_BYTES]) :]
+            self._flush()
 
     def close(self) -> None:
         """Send what was written, and close the connection, whatever the peer still sends."""
@@ -191,11 +197,16 @@ class TlsConnection(asyncio.Protocol):
         except ssl.SSLWantReadError:
             self._answer()
         except ssl.SSLError as error:
-            self._flush()  # the alert that says why
-            self._end_opening(error)
-            self._is_closed = True
-            if self.transport is not None:
-                self.transport.close()
+            self._fail(error)
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        """Say why, and end the connection. A peer that takes nothing is not waited for."""
+        takes_nothing = self.app_transport.get_write_buffer_size() > 0
+        self._flush()
+        self._end_opening(error)
+        self._error, self._is_closed = error, True
+        if self.transport is not None:
+            (self.transport.abort if takes_nothing else self.transport.close)()
 
     def _open(self) -> None:
         self._flush()
@@ -213,7 +224,7 @@ class TlsConnection(asyncio.Protocol):
         finally:
             if found and not self.is_closing:
                 self._protocol.data_received(b"".join(found))
-        if not self.is_closing:  # the peer has closed its side
+        if not self.is_closing and not self._is_held:  # the peer has closed its side, and the protocol has all bytes
             self._protocol.eof_received()
             self.close()
 

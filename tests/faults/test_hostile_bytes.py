@@ -134,6 +134,26 @@ async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> No
             assert len(server.connections) == 1
 
 
+async def test_an_idle_connection_keeps_nothing_of_its_last_answer() -> None:
+    """A listing of 3 MB stayed with each of ten thousand connections until their next requests."""
+    made: list[web.Response] = []
+
+    async def handle(http: web.BaseRequest) -> web.Response:
+        made.append(web.Response(body=BODY))
+        return made[-1]
+
+    server = LimitedServer(handle, refused, ConnectionLimits())
+    runner = web.ServerRunner(server)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession() as http:
+        async with http.get("http://{}:{}/".format(*runner.addresses[0][:2])) as answer:
+            assert await answer.read() == BODY
+        await until(lambda: made[0].body is None)
+        assert server.open_count == 1
+    await runner.cleanup()
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_an_exchange_that_is_broken_off_keeps_no_port_to_the_peer(is_begun: bool) -> None:
     """The port of a connection that ends in order is taken for a minute: of 470 clients a second that leave, 28,232
