@@ -278,11 +278,12 @@ class Answers(InPieces, ResponseHandler):
 
     def close(self) -> None:
         """An exchange that is broken off resets its connection. Behind an orderly end the port would be taken for a
-        minute. Clients decide how many exchanges are broken off, and this host has 28,232 ports towards a peer.
+        minute. Clients decide how many exchanges are broken off, and this host has 28,232 ports towards a peer. So does
+        one whose peer has answered and not read all of the request: an orderly end would wait for it, for ever.
         """
         transport, payload = self.transport, self._payload
         is_over = self._is_answered and (payload is None or payload.is_eof())
-        if transport is None or is_over:
+        if transport is None or (is_over and not transport.get_write_buffer_size()):
             super().close()
             return
         wire = transport.get_extra_info("socket")

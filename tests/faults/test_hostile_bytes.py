@@ -185,6 +185,32 @@ async def test_an_exchange_that_is_broken_off_keeps_no_port_to_the_peer(is_begun
         assert await ends.get() == "reset"
 
 
+async def test_a_peer_that_answers_and_reads_nothing_of_the_request_keeps_no_connection() -> None:
+    """An orderly end waited for ever for a peer that reads: the descriptor and the body stayed, for each request."""
+    left, ends = asyncio.Event(), asyncio.Queue[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await left.wait()
+        try:
+            while await reader.read(1 << 20):
+                pass
+            ends.put_nowait("in order")
+        except ConnectionResetError:
+            ends.put_nowait("reset")
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(32):  # more than the kernel takes
+            yield BODY
+
+    async with answering(serve) as (session, url):
+        async with session.post(url, data=parts()) as answer:
+            assert await answer.read() == b"ok"
+        left.set()
+        assert await ends.get() == "reset"
+
+
 async def test_a_request_behind_another_may_have_a_body_of_any_size() -> None:
     """Its head comes while the request before is answered, and its body before its own handler has begun."""
     body = BODY[: 1 << 20]
