@@ -96,7 +96,7 @@ class TlsConnection(asyncio.Protocol):
         self._records = WaitingRecords()
         self._answers_bytes = 0
         self._error: ssl.SSLError | None = None
-        """What the peer has sent that is no TLS."""
+        """The failure of TLS that has ended the connection."""
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
 
     @property

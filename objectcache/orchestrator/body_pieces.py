@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 PIECE_BYTES = 1 << 16
 """A piece is as large as what a connection takes before its writers wait."""
@@ -14,11 +14,17 @@ def pieces_of(body: bytes) -> Iterator[memoryview]:
     return (view[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))
 
 
-def body_in_pieces(body: bytes) -> bytes | AsyncIterator[memoryview]:
-    """A request's body for aiohttp, which writes a piece after the other. The request needs a Content-Length."""
-    return body if len(body) <= PIECE_BYTES else _one_by_one(body)
+def body_in_pieces(body: bytes, on_sent: Callable[[], object] = lambda: None) -> bytes | AsyncIterator[bytes]:
+    """A request's body for aiohttp, which writes a piece after the other. The request needs a Content-Length. `on_sent`
+    is called when the connection has all of it.
+    """
+    if len(body) <= PIECE_BYTES:
+        on_sent()
+        return body
+    return _one_by_one(body, on_sent)
 
 
-async def _one_by_one(body: bytes) -> AsyncIterator[memoryview]:
+async def _one_by_one(body: bytes, on_sent: Callable[[], object]) -> AsyncIterator[bytes]:
     for piece in pieces_of(body):
-        yield piece
+        yield bytes(piece)  # a copy: the last pieces wait for the peer, and must not keep the whole body here
+    on_sent()

@@ -73,6 +73,21 @@ def note_costs(routed: Routed, prompt_tokens: int, ttft_s: float | None) -> None
         routed.engine.observed.note(prompt_tokens - prediction.held_tokens - prediction.load_tokens, ttft_s)
 
 
+async def _has_request(sent: asyncio.Event, answer: aiohttp.StreamReader) -> None:
+    """Return when an engine was sent the whole request, or its whole answer is here. One that begins to answer without
+    reading the request would keep the body here as long as it answers, and nobody counts its bytes then.
+    """
+    if sent.is_set() or answer.is_eof():
+        return
+    waits = [asyncio.ensure_future(sent.wait()), asyncio.ensure_future(answer.wait_eof())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
 class Dispatch:
     """Carries requests. The session is shared by all of them."""
 
@@ -172,19 +187,22 @@ class Dispatch:
         opened: list[aiohttp.ClientResponse] = []
         task = asyncio.current_task()
         assert task is not None
+        sent = asyncio.Event()
 
         async def first_piece() -> bytes:
             async with asyncio.timeout(self._first_byte_s):
                 opened.append(
                     await self._session.post(
                         f"{engine.url}{path}",
-                        data=body_in_pieces(body),
+                        data=body_in_pieces(body, sent.set),
                         headers={**headers, "Content-Length": str(len(body))},
                         timeout=self._timeout,
                         allow_redirects=False,
                     )
                 )
-                return await opened[0].content.readany()
+                first = await opened[0].content.readany()
+                await _has_request(sent, opened[0].content)
+                return first
 
         getting = asyncio.ensure_future(first_piece())
 

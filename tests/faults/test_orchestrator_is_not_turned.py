@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -109,6 +111,38 @@ async def test_a_client_that_does_not_read_its_answer_keeps_no_memory_for_its_bo
             await until(lambda: bed.orchestrator.answers.held_bytes > 0)
             assert bed.orchestrator.bodies.held_bytes == 0
         await until(lambda: bed.orchestrator.answers.held_bytes == 0)
+
+
+async def test_a_body_counts_until_an_engine_has_it_also_where_the_engine_answers_before() -> None:
+    """Sixty streams of an engine that did not read kept 720 MB of bodies, which counted nowhere."""
+    asked, reads = asyncio.Event(), asyncio.Event()
+    body = json.dumps({"model": "m", "prompt": "a" * 15_000_000, "stream": True}).encode()  # the kernel takes less
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while b"/v1/completions" not in await reader.readuntil(HEAD_END):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            begun = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(begun + b"9\r\ndata: a\n\n\r\n")
+            asked.set()
+            await reads.wait()
+            await reader.readexactly(len(body))
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with orchestrated([], replace(QUICK, engines=(EngineSettings(url),))) as bed:
+            asking = asyncio.create_task(bed.http.post(f"{bed.url}/v1/completions", data=BytesIO(body)))
+            await asked.wait()
+            for _ in range(20):
+                await bed.ask("GET", "/health")
+            assert not asking.done()
+            assert bed.orchestrator.bodies.held_bytes >= len(body)
+            reads.set()
+            async with await asking as answer:
+                assert await answer.read() == b"data: a\n\n"
+                assert bed.orchestrator.bodies.held_bytes == 0
 
 
 async def test_clients_without_keys_have_their_memory_by_address() -> None:
