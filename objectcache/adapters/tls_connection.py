@@ -95,6 +95,8 @@ class TlsConnection(asyncio.Protocol):
         self._group_of = group_of
         self._records = WaitingRecords()
         self._answers_bytes = 0
+        self._advanced_s: float | None = None
+        """When the last piece was decrypted, by the loop's clock; None before the first."""
         self._error: ssl.SSLError | None = None
         """The failure of TLS that has ended the connection."""
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
@@ -108,6 +110,19 @@ class TlsConnection(asyncio.Protocol):
     def is_held(self) -> bool:
         """Whether the protocol takes no bytes now."""
         return self._is_held
+
+    def silent_since_s(self, began_s: float) -> float | None:
+        """Since when the peer of a connection that began at `began_s` has said nothing; None where it has, and waits
+        for its turn here.
+        """
+        if self._is_queued:
+            return None
+        return began_s if self._advanced_s is None else self._advanced_s
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether the peer has said anything."""
+        return self._advanced_s is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = self.app_transport.wire = cast(asyncio.Transport, transport)
@@ -188,6 +203,7 @@ class TlsConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Decrypt a piece, and do what it says."""
+        self._advanced_s = asyncio.get_running_loop().time()
         self._incoming.write(self._records.piece())
         try:
             if not self._is_open:

@@ -26,7 +26,7 @@ from objectcache.adapters.tls_connection import ANSWERS_BYTES_MAX, RECORDS_MAX, 
 from objectcache.adapters.tls_door import TlsDoor
 from tests.support.certificates import certificate
 from tests.support.key_updates import KeyUpdates
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -195,6 +195,68 @@ def test_a_crowd_of_handshakes_of_one_address_keeps_no_other_out(
                 assert await answer.read() == b"me"
             assert made.door.handshake_count <= 8
         await until(lambda: made.door.handshake_count == 0)
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_of_a_crowd_of_one_address_that_comes_at_once_all_come_in(
+    make_loop: MakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each newcomer ended the handshake that would have been done next: of 3,000 clients none came in for 24 s."""
+    monkeypatch.setattr(tls_door, "HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(tls_door, "GREETING_S", LIMIT_S)
+
+    async def story(made: Bed) -> None:
+        made.server.connections_max = 400
+
+        async def once(at: int) -> bytes:
+            async with aiohttp.ClientSession() as http, http.put(made.url(), data=b"%d" % at, ssl=made.trust) as answer:
+                return await answer.read()
+
+        assert await asyncio.gather(*map(once, range(40))) == [b"%d" % at for at in range(40)]
+        await until(lambda: (made.door.handshake_count, made.door.waiting_count) == (0, 0))
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_a_handshake_that_is_silent_gives_its_place_to_its_own_address(
+    make_loop: MakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_door, "HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(tls_door, "GREETING_S", 0.0)
+
+    async def story(made: Bed) -> None:
+        with contextlib.ExitStack() as held:
+            for _ in range(4):
+                held.enter_context(socket.create_connection(("127.0.0.1", made.port)))
+            await until(lambda: made.door.handshake_count == 4)
+            async with aiohttp.ClientSession() as http, http.put(made.url(), data=b"me", ssl=made.trust) as answer:
+                assert await answer.read() == b"me"
+
+    run(make_loop, tmp_path, story)
+
+
+@LOOPS
+def test_a_line_is_no_longer_than_its_bound_and_lets_other_addresses_pass(
+    make_loop: MakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_door, "HANDSHAKES_MAX", 2)
+    monkeypatch.setattr(tls_door, "WAITING_MAX", 3)
+    monkeypatch.setattr(tls_door, "GREETING_S", LIMIT_S)
+
+    async def story(made: Bed) -> None:
+        with contextlib.ExitStack() as held:
+            crowd = [held.enter_context(socket.socket()) for _ in range(20)]
+            for each in crowd:
+                each.bind(("127.0.0.9", 0))
+                each.connect(("127.0.0.1", made.port))
+            await until(lambda: sum(map(_has_ended, crowd)) == 15)
+            assert (made.door.handshake_count, made.door.waiting_count) == (2, 3)
+            async with aiohttp.ClientSession() as http, http.put(made.url(), data=b"me", ssl=made.trust) as answer:
+                assert await answer.read() == b"me"
+        await until(lambda: (made.door.handshake_count, made.door.waiting_count) == (0, 0))
 
     run(make_loop, tmp_path, story)
 
