@@ -334,14 +334,15 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The lines of an answer that does not end. aiohttp's own iterator breaks at long ones."""
     pending = bytearray()
     async for piece in response.content.iter_any():
-        pending += piece
-        if len(pending) > LINE_BYTES_MAX:
-            raise EtcdError(f"etcd sent a line of more than {LINE_BYTES_MAX} bytes")
-        *whole, rest = bytes(pending).split(b"\n") if b"\n" in piece else [bytes(pending)]
-        for line in whole:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            line = bytes(pending) + end
+            pending.clear()
             if line.strip():
                 yield line
-        pending = bytearray(rest)
+        pending += rest  # in place: a long line may come byte by byte
+        if len(pending) > LINE_BYTES_MAX:
+            raise EtcdError(f"etcd sent a line of more than {LINE_BYTES_MAX} bytes")
 
 
 def parsed_answer(text: bytes) -> Any:

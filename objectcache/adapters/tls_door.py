@@ -27,7 +27,7 @@ HANDSHAKES_MAX: Final = 512
 WAITING_MAX: Final = 4096
 """So many accepted connections wait for a place, or a quarter of those that the server takes: each has a descriptor."""
 LOOKED_AT_MAX: Final = 16
-"""Of so many that wait, the first one that has greeted is next."""
+"""The next one of a line is the first that has greeted among so many."""
 GREETING_S: Final = 0.25
 """A client begins its handshake at once, so one that has not by then gives its place up."""
 SILENT_S: Final = 2.0
