@@ -5,6 +5,7 @@ honest error after that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,6 +37,7 @@ ASKED_S = 20.0
 """The whole of such an answer comes so soon after its beginning."""
 CONNECT_S = 5.0
 STALLED_S = 30.0
+LOOK_S = 0.05
 BLAMED_BYTES_MAX = 64 << 10
 """An engine that ends the connection of a larger request may have refused it early: its probes say whether it is well.
 """
@@ -74,18 +76,14 @@ def note_costs(routed: Routed, prompt_tokens: int, ttft_s: float | None) -> None
 
 
 async def _has_request(sent: asyncio.Event, answer: aiohttp.StreamReader) -> None:
-    """Return when an engine was sent the whole request, or its whole answer is here. One that begins to answer without
-    reading the request would keep the body here as long as it answers, and nobody counts its bytes then.
+    """Return when an engine was sent the whole request, or its answer is here, whole or broken off. An engine that
+    begins to answer without reading the request would keep the body here as long as it answers, and nobody counts the
+    bytes then. No event tells of an answer's end and of its errors, so it is looked at now and then.
     """
-    if sent.is_set() or answer.is_eof():
-        return
-    waits = [asyncio.ensure_future(sent.wait()), asyncio.ensure_future(answer.wait_eof())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+    while not (sent.is_set() or answer.is_eof() or answer.exception() is not None):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await sent.wait()
 
 
 class Dispatch:

@@ -113,6 +113,7 @@ async def test_a_client_that_does_not_read_its_answer_keeps_no_memory_for_its_bo
         await until(lambda: bed.orchestrator.answers.held_bytes == 0)
 
 
+@pytest.mark.slow
 async def test_a_body_counts_until_an_engine_has_it_also_where_the_engine_answers_before() -> None:
     """Sixty streams of an engine that did not read kept 720 MB of bodies, which counted nowhere."""
     asked, reads = asyncio.Event(), asyncio.Event()
