@@ -143,7 +143,7 @@ async def test_a_body_counts_until_an_engine_has_it_also_where_the_engine_answer
             reads.set()
             async with await asking as answer:
                 assert await answer.read() == b"data: a\n\n"
-                assert bed.orchestrator.bodies.held_bytes == 0
+                await until(lambda: bed.orchestrator.bodies.held_bytes == 0)
 
 
 async def test_clients_without_keys_have_their_memory_by_address() -> None:
