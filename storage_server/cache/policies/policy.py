@@ -49,7 +49,7 @@ class EvictionPolicy:
         """Then a request's chunks are all noted before room is made: else its last ones would leave, since the turns of
         those before them, which may only have to be encoded, had not come.
         """
-        self.look_again: Callable[[Key], Ladder | None] = lambda _: None
+        self.look_again: Callable[[Key], Ladder | None] | None = None
         """Asked of a resident with a ladder at its turn: another ladder, from its present form on."""
         self._used_bytes = 0
         self._now_s = float("-inf")
@@ -227,8 +227,9 @@ class EvictionPolicy:
         left: list[Key] = []
         while self._used_bytes > self._order.capacity_bytes and self._queued_count:
             resident = self._order.take_next()
-            if resident.ladder and (ladder := self.look_again(resident.key)) is not None:
-                resident.ladder, resident.rung_number = ladder, 0
+            latest = self.look_again(resident.key) if resident.ladder and self.look_again is not None else None
+            if latest is not None:
+                resident.ladder, resident.rung_number = latest, 0
                 self._order.put_back(resident)
                 continue
             if resident.ladder and resident.may_go and (after := resident.next_rung) is not None:
