@@ -29,9 +29,9 @@ WAITING_MAX: Final = 4096
 LOOKED_AT_MAX: Final = 16
 """The next one of a line is the first that has greeted among so many."""
 GREETING_S: Final = 0.25
-"""A client begins its handshake at once, so one that has not by then gives its place up."""
+"""A client begins its handshake at once, so one that has not done so by then gives its place up."""
 SILENT_S: Final = 2.0
-"""One that is amid its handshake gives its place up when it has said nothing for so long."""
+"""A client that has said nothing for so long amid its handshake gives its place up."""
 CONNECTION_BYTES: Final = 512 << 10
 """The memory that a connection with TLS may have."""
 ACCEPTED_MAX = 16

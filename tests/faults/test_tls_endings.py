@@ -1,4 +1,4 @@
-"""What one side of a TLS connection sends and is told, with the other side in memory."""
+"""One side of a TLS connection sends, and is told, the right things. The other side is in memory."""
 
 from __future__ import annotations
 

@@ -19,14 +19,15 @@ from hashlib import blake2b
 
 from objectcache.kv_codecs.layer import Codec
 from storage_server.cache.policies.choice import Eviction
+from storage_server.cache.policies.memory_ladder import MemoryLadders
 from storage_server.cache.policies.memory_policy import MemoryPolicy, TierDecision, own_reading
 from storage_server.cache.policies.reader_forms import ChunkUse, Key
 from storage_server.cache.policies.utility import Form, UtilitySettings
 from storage_server.planning.forms import Reading
 
 TRIED_HELD_MAX = 4096
-"""The chunks in a trial's memory of exact ones, and those of one request, at most: with more, half of them are left out
-from then on.
+"""The chunks in a trial's memory of exact ones: with more, half of all are left out from then on. So many of one
+request are tried.
 """
 TRIED_GHOSTS_MAX = 16 * TRIED_HELD_MAX
 TRIED_REQUESTS_MIN = 16
@@ -95,8 +96,9 @@ class TryingMemoryPolicy(MemoryPolicy):
         self._secret = secret
         self._exact = self._trial(settings, unit_bytes, eviction, Codec.EXACT)
         self._trials = [self._trial(settings, unit_bytes, eviction, codec) for codec in settings.codecs]
-        self._is_trying = False
-        """Whether a chunk has come that may be encoded."""
+        self._by_bytes = MemoryLadders(settings)
+        self._least_bytes = math.inf
+        """Smaller chunks are never encoded, and not tried: a crowd of them would leave the trials no room."""
         self._halvings = 0
         self._request_count = 0
         self._is_tight = False
@@ -105,14 +107,12 @@ class TryingMemoryPolicy(MemoryPolicy):
     def request(self, now_s: float, uses: Sequence[ChunkUse], reading: Reading | None) -> TierDecision:
         """As in MemoryPolicy."""
         decision = super().request(now_s, uses, reading)
-        if not self._is_trying:
-            self._is_trying = bool(self._by_bytes(self._taken(uses, reading)))
-        tried = [use for use in uses if self._is_tried(use.key)] if self._is_trying else []
-        while len(tried) > TRIED_HELD_MAX:
-            self._halve()
-            tried = [use for use in tried if self._is_tried(use.key)]
+        alike = {(use.nbytes, use.content_class): use for use in uses if use.nbytes < self._least_bytes}.values()
+        if self._codec_by_bytes(self._taken(list(alike), reading)):
+            self._least_bytes = min(use.nbytes for use in alike if self._codec_by_bytes(self._taken([use], reading)))
+        tried = [use for use in uses if use.nbytes >= self._least_bytes and self._is_tried(use.key)]
         if tried:
-            self._try(now_s, tried, reading)
+            self._try(now_s, tried[:TRIED_HELD_MAX], reading)
         return decision
 
     def _trial(self, settings: UtilitySettings, unit_bytes: int, eviction: Eviction, codec: Codec) -> _Trial:
@@ -139,7 +139,7 @@ class TryingMemoryPolicy(MemoryPolicy):
         self._is_tight |= exact.policy.used_bytes + uses[-1].nbytes > self._capacity_bytes >> self._halvings
         if self._request_count >= TRIED_REQUESTS_MIN and self._request_count % CHOICE_REQUESTS == 0:
             order = self.ladders.order
-            present = self._by_bytes(taken) if order is None else next(iter(order), "")
+            present = self._codec_by_bytes(taken) if order is None else next(iter(order), "")
             self.ladders.prefer(preferred(present, self._trials))
         while len(exact.policy.held) > TRIED_HELD_MAX:
             self._halve()
@@ -147,9 +147,9 @@ class TryingMemoryPolicy(MemoryPolicy):
     def _taken(self, uses: Sequence[ChunkUse], reading: Reading | None) -> Taken:
         return {use.key: self.readers.kind(use, own_reading(reading, use)).forms for use in uses}
 
-    def _by_bytes(self, taken: Taken) -> str:
-        """The codec with which these chunks are encoded before the first choice; empty where they are not."""
-        offered = (form.codec for forms in taken.values() for form in self.ladders.offered(forms)[1:])
+    def _codec_by_bytes(self, taken: Taken) -> str:
+        """The codec with which these chunks are encoded before the first choice; empty where they never are."""
+        offered = (form.codec for forms in taken.values() for form in self._by_bytes.offered(forms)[1:])
         return next(offered, "")
 
     def _is_tried(self, key: Key) -> bool:

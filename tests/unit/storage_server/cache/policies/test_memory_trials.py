@@ -106,9 +106,30 @@ def test_nothing_is_tried_where_nothing_may_be_encoded() -> None:
     assert policy._exact.policy.known_count
 
 
+def test_a_crowd_of_small_chunks_takes_no_room_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have had half of all chunks left out, again and again, until no large one had room in a trial."""
+    monkeypatch.setattr(memory_trials, "TRIED_HELD_MAX", 16)
+    policy = TryingMemoryPolicy(8 * EXACT, SETTINGS)
+    use(policy, 0.0, range(8))
+    held = set(policy._exact.policy.held)
+    for now_s in range(1, 20):
+        small = [ChunkUse((f"small {now_s} {number}", 0), 4096) for number in range(100)]
+        policy.request(float(now_s), small, None)
+    assert policy._halvings == 0
+    assert set(policy._exact.policy.held) == held
+
+
+def test_readers_of_exact_chunks_count_in_the_trials() -> None:
+    """To them an encoded chunk is none."""
+    policy = TryingMemoryPolicy(8 * EXACT, SETTINGS)
+    use(policy, 0.0, range(2))
+    use(policy, 1.0, range(2, 4), None)
+    assert len(policy._exact.policy.held) == 4
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([READING, None])), max_size=80), st.integers(0, 5))
 def test_the_books_stay_right_while_codecs_are_tried(asked: list[tuple[int, Reading | None]], room: int) -> None:
-    """What is decided fits, whatever the trials choose meanwhile."""
+    """The decisions fit into the memory, whatever the trials choose meanwhile."""
     policy = TryingMemoryPolicy(room * EXACT, SETTINGS)
     held: dict[tuple[str, int], int] = {}
     for now_s, (number, reading) in enumerate(asked):
