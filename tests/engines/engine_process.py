@@ -112,14 +112,15 @@ class RunningEngine:
         return {"is_done": bool(self._llm.reset_prefix_cache(reset_connector=is_store_too))}
 
     def keys(self, tokens: list[int], salt: str) -> dict[str, Any]:
-        """The keys of the whole chunks of a prompt without an image, in order; of a tier by what vLLM's metrics say of
-        it, as a router has them.
+        """The keys of the whole chunks of a prompt without an image, in order; those of the tier by what vLLM's metrics
+        say of it, as a router has them.
         """
         from nixl_client.connectors.vllm.naming import KeyChain
         from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, parse_names
 
-        if self._is_tier:
-            (labels,) = [metric.labels for metric in self._llm.get_metrics() if metric.name == TIER_INFO]
+        published = [metric.labels for metric in self._llm.get_metrics() if metric.name == TIER_INFO]
+        if self._is_tier or published:
+            (labels,) = published
             chunk_tokens = int(labels["chunk_tokens"])
             count = len(tokens) // chunk_tokens
             return {"keys": list(parse_names(labels).prompt_keys(0, tokens, chunk_tokens, count, salt))}

@@ -114,6 +114,16 @@ def running_store(
         server.kill()
 
 
+def every_key(store: Store) -> list[str]:
+    """All objects."""
+    return sorted(store.keys())
+
+
+def object_keys(store: Store) -> set[str]:
+    """The chunks that are stored: all but what says how engines hash."""
+    return {key for key in every_key(store) if not key.endswith("/about")}
+
+
 def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
     """kv_connector_extra_config; the server need not be there. Waits are so long that a busy machine ends none, and all
     that is stored is loaded: what is worth loading depends on the machine.

@@ -19,7 +19,7 @@ from tests.engines.engine import Engine, await_true
 from tests.engines.messages import Json, Moment, Prompt
 from tests.engines.multi_models import RANK, make_adapter
 from tests.engines.prompts import batches, prefix_tree, shared_prefixes, unrelated
-from tests.engines.store import Store, free_port, running_store, tier_options
+from tests.engines.store import Store, every_key, free_port, object_keys, running_store, tier_options
 from tests.engines.tier_models import MODELS
 
 pytestmark = pytest.mark.timeout(300)
@@ -435,13 +435,3 @@ def filled_tier(engines: Engines, folder: Path) -> Iterator[Store]:
             engine.generate_each(PROMPTS)
             engine.stop()
         yield store
-
-
-def every_key(store: Store) -> list[str]:
-    """All objects."""
-    return sorted(store.keys())
-
-
-def object_keys(store: Store) -> set[str]:
-    """The chunks that are stored."""
-    return {key for key in every_key(store) if not key.endswith("/about")}

@@ -1,4 +1,4 @@
-"""The engine's paged blocks of one layer, read and written as KV_L2TD.
+"""The engine's paged blocks of one layer, read and written as KV_L2TD, or as they lie.
 
 vLLM shows a layer as (block, kv head, token, 2 * head_dim). On GPUs the last dimension is a token's key, then its
 value. On CPUs the first half of a head's bytes in a block are keys, the second values, each packed for the machine's
@@ -143,6 +143,37 @@ def packed_layer(cache: torch.Tensor, packings: tuple[Packing, Packing]) -> Page
     block_count, heads, tokens, width = cache.shape
     halves = cache.view(block_count, heads, 2, tokens * width // 2)
     return PagedLayer(*(_unpacked(halves[:, :, part], tokens, packings[part]) for part in (0, 1)))
+
+
+def page_layers(caches: Sequence[torch.Tensor], page_bytes: int, block_tokens: int) -> list[PagedLayer]:
+    """The layers' memory as it lies, a page for each block. Raises ValueError where a block of a layer is no run
+    of `page_bytes`, or where the layers of a block lie side by side, in another order than the model runs them.
+    """
+    pages = [_pages(cache, page_bytes) for cache in caches]
+    places = [page.data_ptr() for page in pages]
+    if pages[0].stride(0) != page_bytes and places != [places[0] + index * page_bytes for index in range(len(places))]:
+        raise ValueError("layers of a block that do not lie in the model's order")
+    return [_as_layer(page, block_tokens) for page in pages]
+
+
+def _pages(cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """(block, byte), whatever the order of dimensions within a block."""
+    size = cache.element_size()
+    spans = [(length - 1) * stride for length, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)]
+    if (sum(spans) + 1) * size != page_bytes or cache[0].numel() * size != page_bytes:
+        raise ValueError(f"a block of a layer that is no run of {page_bytes} bytes")
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+        cache.untyped_storage(), cache.storage_offset() * size, (len(cache), page_bytes), (cache.stride(0) * size, 1)
+    )
+
+
+def _as_layer(pages: torch.Tensor, block_tokens: int) -> PagedLayer:
+    """The first half of a page as keys and the second as values: the order of bytes within a chunk is all that comes of
+    it.
+    """
+    half = pages.shape[1] // 2
+    shape = len(pages), block_tokens, 1, 1, half // block_tokens, 1
+    return PagedLayer(pages[:, :half].view(shape), pages[:, half:].view(shape))
 
 
 def find_packings(

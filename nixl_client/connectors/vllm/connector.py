@@ -27,6 +27,7 @@ from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.startup import say
 from nixl_client.connectors.vllm import engine
+from nixl_client.connectors.vllm.blocks import PagedLayer
 from nixl_client.connectors.vllm.early import check_early
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import (
@@ -36,6 +37,8 @@ from nixl_client.connectors.vllm.metrics import (
     WorkerReport,
     is_of_rows,
 )
+from nixl_client.connectors.vllm.naming import Deployment
+from nixl_client.connectors.vllm.native import NativeDeployment, native_deployment, require_native
 from nixl_client.connectors.vllm.options import VllmOptions
 from nixl_client.connectors.vllm.published import PUBLISHED
 from nixl_client.connectors.vllm.rowwise import RowwiseConnector, over_tier
@@ -43,6 +46,7 @@ from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.tier_options import names_tier
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
+from nixl_client.connectors.vllm_tier.start import introduce
 from nixl_client.lossy import accept_of
 from nixl_client.session.retries import Retries
 
@@ -188,9 +192,7 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         indexes = engine.layer_indexes(kv_caches)
         caches = {index: kv_caches[name] for name, index in indexes.items()}
         try:
-            layers = engine.paged_layers(
-                self._vllm_config, self._setup.spec, [caches[index] for index in sorted(caches)]
-            )
+            layers = self._layers(self._setup, [caches[index] for index in sorted(caches)])
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
@@ -212,7 +214,7 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             is_alone=is_alone,
             is_ahead=self._is_ahead,
             is_writer=is_writer,
-            may_be_encoded=not engine.is_replicated(self._setup.spec),
+            may_be_encoded=not self._setup.options.native and not engine.is_replicated(self._setup.spec),
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -288,7 +290,7 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if room_chunks < 1:
             raise ValueError(f"staging_bytes: a chunk is of {setup.chunk_bytes} bytes")
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
-        deployment = engine.deployment(self._vllm_config, group, options)
+        deployment = self._deployment(options)
         steps_max = self._vllm_config.max_concurrent_batches
         accept = None
         if not engine.is_replicated(setup.spec):  # codecs are made for keys and values
@@ -308,7 +310,7 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             timeout_s=options.lookup_timeout_s,
             retries=Retries.of_engines(),
         )
-        say(self._client, f"chunks of {format_bytes(setup.chunk_bytes)}")
+        self._say(deployment)
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
         self._scheduler = SchedulerSide(
@@ -323,6 +325,26 @@ class ObjectCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             is_ahead=self._is_ahead,
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
+
+    def _layers(self, setup: engine.CacheSetup, caches: list[torch.Tensor]) -> list[PagedLayer]:
+        """Raises UnsupportedError for a memory layout that is not known."""
+        if setup.options.native:
+            return engine.raw_layers(setup.spec, caches)
+        return engine.paged_layers(self._vllm_config, setup.spec, caches)
+
+    def _deployment(self, options: VllmOptions) -> Deployment | NativeDeployment:
+        if options.native:
+            return native_deployment(self._vllm_config, self._kv_cache_config, options)
+        return engine.deployment(self._vllm_config, self._kv_cache_config.kv_cache_groups[0], options)
+
+    def _say(self, deployment: Deployment | NativeDeployment) -> None:
+        """Have the log say whether the store is there, and with whom this engine shares."""
+        if self._client is None or self._setup is None:
+            return
+        if isinstance(deployment, Deployment):
+            say(self._client, f"chunks of {format_bytes(self._setup.chunk_bytes)}")
+        else:
+            introduce(self._client, deployment.space, deployment.hashing)
 
     def _evict(self, lost_blocks: set[int]) -> None:
         """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there
@@ -344,6 +366,8 @@ def _rowwise(vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> R
         return RowwiseConnector(over_tier(vllm_config), role, kv_cache_config)
     try:
         engine.attention_spec(vllm_config, kv_cache_config)
+        if VllmOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config).native:
+            require_native(vllm_config, kv_cache_config)
     except engine.UncacheableError:
         raise
     except engine.UnsupportedError as error:

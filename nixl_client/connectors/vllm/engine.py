@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from nixl_client.connectors.compute_fit import Work
-from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
+from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, page_layers, plain_layer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment, short_name
 from nixl_client.connectors.vllm.options import VllmOptions
@@ -266,9 +266,14 @@ def layer_indexes(kv_caches: dict[str, torch.Tensor]) -> dict[str, int]:
     """The place of each layer's memory by the numbers in the names, as the model runs them; layers that share another's
     memory share its place.
     """
-    names = sorted(kv_caches, key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+    names = sorted(kv_caches, key=layer_order)
     places: dict[int, int] = {}
     return {name: places.setdefault(kv_caches[name].data_ptr(), len(places)) for name in names}
+
+
+def layer_order(name: str) -> list[int]:
+    """The numbers in a layer's name, by which the model runs them."""
+    return [int(number) for number in _NUMBER.findall(name)]
 
 
 def paged_layers(vllm_config: Any, spec: FullAttentionSpec, caches: list[torch.Tensor]) -> list[PagedLayer]:
@@ -286,6 +291,14 @@ def paged_layers(vllm_config: Any, spec: FullAttentionSpec, caches: list[torch.T
         packings = find_packings(tokens, heads, spec.head_size, spec.dtype, write)
         return [packed_layer(cache, packings) for cache in caches]
     except (ValueError, RuntimeError, ImportError) as error:
+        raise UnsupportedError(str(error)) from error
+
+
+def raw_layers(spec: FullAttentionSpec, caches: list[torch.Tensor]) -> list[PagedLayer]:
+    """The layers' memory as it lies. Raises UnsupportedError where a block of a layer is no run of bytes."""
+    try:
+        return page_layers(caches, int(spec.page_size_bytes), spec.block_size)
+    except ValueError as error:
         raise UnsupportedError(str(error)) from error
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nixl_client.connectors.compute_fit import NO_WORK, Work
 from nixl_client.connectors.vllm.grid import Grid
-from nixl_client.connectors.vllm.naming import Deployment, Feature, KeyChain
+from nixl_client.connectors.vllm.naming import ChunkChain, ChunkNames, Prefix
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 
 BAD_S = 300.0
@@ -42,7 +42,7 @@ class Tracked:
     feature_count: the images that the chains know.
     """
 
-    chains: tuple[KeyChain, ...]
+    chains: tuple[ChunkChain, ...]
     feature_count: int = 0
     matched_chunks: int | None = None
     rate_bytes_per_s: float = 0.0
@@ -63,7 +63,7 @@ class SchedulerLedger:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: ChunkNames,
         grid: Grid,
         room_chunks: int,
         is_storing: bool,
@@ -95,18 +95,15 @@ class SchedulerLedger:
         self._tables: deque[list[Sequence[int]]] = deque(maxlen=steps_max + 1)
 
     @property
-    def deployment(self) -> Deployment:
+    def deployment(self) -> ChunkNames:
         """The deployment that keys are made from, for requests that are tracked from now on."""
         return self._deployment
 
-    def track(self, request_id: str, lora: str, salt: str, features: Sequence[Feature] = ()) -> Tracked:
+    def track(self, request_id: str, prefix: Prefix) -> Tracked:
         """The request's entry, made when there is none."""
         tracked = self._requests.get(request_id)
         if tracked is None:
-            ranks = range(self._deployment.rank_count)
-            namespaces = [self._deployment.namespace(rank, lora, salt) for rank in ranks]
-            chains = tuple(KeyChain(each, self._grid.chunk_tokens, features) for each in namespaces)
-            tracked = Tracked(chains, len(features))
+            tracked = Tracked(self._deployment.chains(self._grid.chunk_tokens, prefix), len(prefix.features))
             self._requests[request_id] = tracked
         return tracked
 
@@ -277,8 +274,7 @@ class SchedulerLedger:
 
     def reset(self, epoch: str) -> None:
         """Forget every request. From now on the names of chunks have `epoch` in them, so that they are new."""
-        model = self._deployment.model.partition("\n")[0]
-        self._deployment = replace(self._deployment, model=f"{model}\n{epoch}")
+        self._deployment = self._deployment.renewed(epoch)
         self._requests.clear()
         self._loads, self._stores, self._loading = [], [], {}
         self._is_reset = True

@@ -11,9 +11,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from nixl_client.connectors.vllm.published import COSTS, DEPLOYMENT_LABELS, PUBLISHED
+from nixl_client.connectors.vllm.published import (
+    COSTS,
+    COSTS_KEY,
+    DEPLOYMENT_KEY,
+    DEPLOYMENT_LABELS,
+    PUBLISHED,
+    TIER_KEY,
+)
 from nixl_client.connectors.vllm.rowwise import over_tier
 from nixl_client.connectors.vllm.steps import Report, Step
+from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, TIER_LABELS
 
 COUNTERS = {
     "prompt_tokens": "Tokens of requests that were admitted",
@@ -41,6 +49,11 @@ COUNTERS = {
     "stored_already_chunks": "Chunks not written since they were stored already",
     "store_failures": "Stores that failed",
     "dropped_chunks": "Chunks not written for want of time or room",
+}
+
+_INFOS = {
+    DEPLOYMENT_KEY: ("vllm:objectcache_deployment_info", DEPLOYMENT_LABELS),
+    TIER_KEY: (TIER_INFO, TIER_LABELS),
 }
 
 
@@ -117,13 +130,8 @@ class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COSTS.items()
         }
-        self._deployment = self._gauge_cls(
-            name="vllm:objectcache_deployment_info",
-            documentation="The names and the shape of the engine's chunks",
-            labelnames=[*self._labelnames, *DEPLOYMENT_LABELS],
-            multiprocess_mode="mostrecent",
-        )
-        self._deployments: dict[int, tuple[str, ...]] = {}
+        self._infos: dict[str, Any] = {}
+        self._said: dict[tuple[str, int], tuple[str, ...]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count on."""
@@ -139,16 +147,35 @@ class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         if published is not None:
             self._publish(published, engine_idx)
 
+    def _info(self, key: str) -> Any:
+        """The metric of these labels, made when it is needed: OffloadingConnector makes the tier's itself."""
+        name, labels = _INFOS[key]
+        if key not in self._infos:
+            self._infos[key] = self._gauge_cls(
+                name=name,
+                documentation="The names and the shape of the engine's chunks",
+                labelnames=[*self._labelnames, *labels],
+                multiprocess_mode="mostrecent",
+            )
+        return self._infos[key]
+
     def _publish(self, published: dict[str, Any], engine_idx: int) -> None:
-        values = tuple(str(published["deployment"][name]) for name in DEPLOYMENT_LABELS)
-        before = self._deployments.get(engine_idx)
-        engine = self.per_engine_labelvalues[engine_idx]
-        if before is not None and before != values:  # the weights are others
-            self._deployment.remove(*engine, *before)
-        self._deployments[engine_idx] = values
-        self._deployment.labels(*engine, *values).set(1)
-        for name, amount in published["costs"].items():
+        for key in _INFOS.keys() & published.keys():
+            found = published[key]
+            values = None if found is None else tuple(str(found[name]) for name in _INFOS[key][1])
+            self._say(key, values, engine_idx)
+        for name, amount in published[COSTS_KEY].items():
             self._costs[name][engine_idx].set(amount)
+
+    def _say(self, key: str, values: tuple[str, ...] | None, engine_idx: int) -> None:
+        """Have these labels, and no others, in this metric; None: none at all."""
+        before = self._said.pop((key, engine_idx), None)
+        engine, info = self.per_engine_labelvalues[engine_idx], self._info(key)
+        if before is not None and before != values:  # the weights are others
+            info.remove(*engine, *before)
+        if values is not None:
+            self._said[key, engine_idx] = values
+            info.labels(*engine, *values).set(1)
 
 
 __all__ = ["ObjectCachePromMetrics", "ObjectCacheStats", "StepMetadata", "WorkerReport", "is_of_rows"]

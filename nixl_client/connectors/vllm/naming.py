@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,68 @@ from descriptors.prefix_keys import Namespace, key_chain
 
 CACHED_MODEL = "models--"
 """Hugging Face's cache has a model ORG/NAME at models--ORG--NAME/snapshots/REVISION."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An image, or another input that is no text, in place of `token_count` tokens from `offset` on. `identifier` is
+    vLLM's hash of it, or what a client names it.
+    """
+
+    identifier: str
+    offset: int
+    token_count: int
+
+
+def _no_hashes() -> Sequence[bytes]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """All that decides the KV of a request's tokens, beside the tokens and the engine: the contents of its adapter, its
+    salt and its images. `block_hashes` gives vLLM's hashes of its whole blocks so far, which tell all of this, too;
+    they are needed where chunks are named by them.
+    """
+
+    lora: str = ""
+    salt: str = ""
+    features: Sequence[Feature] = ()
+    block_hashes: Callable[[], Sequence[bytes]] = _no_hashes
+
+
+class ChunkChain(Protocol):
+    """The keys of one prefix, in the order of its chunks."""
+
+    def keys(self, tokens: Sequence[int], chunk_count: int) -> tuple[str, ...]:
+        """The first `chunk_count` keys. `tokens` must go on from those of the calls before."""
+
+
+class ChunkNames(Protocol):
+    """How an engine's chunks are named: by a namespace and all tokens (`Deployment`), or by vLLM's hashes of blocks
+    (`NativeDeployment`).
+    """
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks that hold a part of each token's KV."""
+
+    @property
+    def worker_count(self) -> int:
+        """Workers that load, and report."""
+
+    @property
+    def copies(self) -> int:
+        """Workers that hold the same part."""
+
+    def chains(self, chunk_tokens: int, prefix: Prefix) -> tuple[ChunkChain, ...]:
+        """For each rank the keys of this prefix."""
+
+    def renewed(self, epoch: str) -> ChunkNames:
+        """The names from now on, when `epoch` is a text that nobody had before."""
+
+    def published(self) -> dict[str, str] | None:
+        """The labels that routers read of names by hashes of blocks; None where routers cannot make the names so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +121,20 @@ class Deployment:
             name=self.name,
         )
 
+    def chains(self, chunk_tokens: int, prefix: Prefix) -> tuple[KeyChain, ...]:
+        """For each rank the keys of this prefix."""
+        namespaces = [self.namespace(rank, prefix.lora, prefix.salt) for rank in range(self.rank_count)]
+        return tuple(KeyChain(each, chunk_tokens, prefix.features) for each in namespaces)
+
+    def renewed(self, epoch: str) -> Deployment:
+        """The same engine from now on, when `epoch` is a text that nobody had before."""
+        model = self.model.partition("\n")[0]
+        return replace(self, model=f"{model}\n{epoch}")
+
+    def published(self) -> dict[str, str] | None:
+        """None: routers are told the properties themselves, beside the shape of the chunks."""
+        return None
+
     def hash_count(self, chunk_tokens: int) -> int:
         """Hashes that one key takes."""
         return 1
@@ -76,17 +153,6 @@ def short_name(model: str) -> str:
     parts = [part for part in model.split("/") if part not in ("", ".")]
     cached = next((part for part in reversed(parts) if part.startswith(CACHED_MODEL)), None)
     return cached.split("--")[-1] if cached is not None else (parts[-1] if parts else model)
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """An image, or another input that is no text, in place of `token_count` tokens from `offset` on. `identifier` is
-    vLLM's hash of it, or what a client names it.
-    """
-
-    identifier: str
-    offset: int
-    token_count: int
 
 
 class KeyChain:

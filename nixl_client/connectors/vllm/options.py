@@ -17,7 +17,7 @@ STAGING_BYTES_MAX = 1 << 30
 PROMISED = frozenset(
     {
         "endpoint", "bucket", "transport", "downlink_bytes_per_s", "chunk_tokens", "model", "staging_bytes", "staging",
-        "load_timeout_s", "lossy", "content_class", "store",
+        "load_timeout_s", "lossy", "content_class", "store", "native",
     }
 )  # fmt: skip
 """The options that users have. The others are in `internals`, and may change with each version."""
@@ -89,6 +89,8 @@ class VllmOptions:
     """The kind of this engine's content, `code` or `chat`: what a codec costs in quality is told by class
     (docs/guides/compression.md). Empty for none.
     """
+    native: bool = False
+    """Read and write the tier's objects: pages of the engine's own blocks, named by vLLM's hashes."""
     min_load_tokens: int = 0
     """Fewer tokens than these are recomputed, not loaded."""
     store: bool = True
@@ -106,6 +108,10 @@ class VllmOptions:
             raise ValueError("kv_connector_extra_config needs endpoint: where ObjectCache listens, http://HOST:PORT")
         if not 0 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
             raise ValueError(f"chunk_tokens must be from 1 to {CHUNK_TOKENS_MAX}, or 0 for the engine's block size")
+        if self.native and (self.chunk_tokens or self.lossy is not Lossy.OFF):
+            raise ValueError(
+                "native: objects of the tier are one block each, and exact: leave chunk_tokens and lossy out"
+            )
         for name in ("load_timeout_s", "lookup_timeout_s", "store_wait_s", "store_timeout_s"):
             if not 0 < getattr(self, name) <= WAIT_MAX_S:
                 raise ValueError(f"{name} must be more than 0 and at most {WAIT_MAX_S}")

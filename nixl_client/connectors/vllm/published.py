@@ -15,7 +15,10 @@ from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 
 PUBLISHED = "published"
-"""The key beside the counters."""
+"""The key beside the counters. Under it are COSTS_KEY, and one of the two others: the labels of names by tokens, or of
+the tier's.
+"""
+COSTS_KEY, DEPLOYMENT_KEY, TIER_KEY = "costs", "deployment", "tier"
 DEPLOYMENT_LABELS = (
     "deployment", "dtype", "block_tokens", "tp_size", "pp_size", "num_layers", "chunk_tokens", "layer_chunk_bytes",
     "endpoint", "bucket", "accept", "element", "max_error", "max_loss", "name",
@@ -37,20 +40,14 @@ the first h tokens. Where the engine holds fewer, because the request has waited
 """
 
 
-def published(
-    deployment: Deployment,
-    layout: ChunkLayout,
-    endpoint: str,
-    bucket: str,
-    prefill: PrefillCosts | None,
-    loads: DeliveryCosts,
-    accept: Accept | None = None,
+def published_deployment(
+    deployment: Deployment, layout: ChunkLayout, endpoint: str, bucket: str, accept: Accept | None = None
 ) -> dict[str, Any]:
-    """The document. An engine that loads ahead of its requests gives chunks of one layer, for it computes none while
-    others come. Costs are left out until enough steps have been timed. The encoded chunks that the engine takes are
-    empty texts where it takes none, or has no bound.
+    """The values of DEPLOYMENT_LABELS. An engine that loads ahead of its requests gives chunks of one layer, for it
+    computes none while others come. The encoded chunks that the engine takes are empty texts where it takes none, or
+    has no bound.
     """
-    found = {
+    return {
         "deployment": deployment.model,
         "dtype": deployment.dtype,
         "block_tokens": deployment.block_tokens,
@@ -67,18 +64,21 @@ def published(
         "max_loss": "" if accept is None or accept.max_loss is None else accept.max_loss,
         "name": deployment.name,
     }
-    costs: dict[str, float] = {}
-    if prefill is not None:
-        costs = {
-            "token_us": prefill.token_us,
-            "token_pair_us": prefill.token_pair_us,
-            "request_us": prefill.request_us,
-            "load_request_s": loads.request_s,
-            "load_chunk_s": loads.chunk_s,
-            "load_layer_s": loads.layer_s,
-            "load_bytes_per_s": loads.bytes_per_s,
-        }
-    return {"deployment": found, "costs": costs}
+
+
+def published_costs(prefill: PrefillCosts | None, loads: DeliveryCosts) -> dict[str, float]:
+    """The values of COSTS; none until enough steps have been timed."""
+    if prefill is None:
+        return {}
+    return {
+        "token_us": prefill.token_us,
+        "token_pair_us": prefill.token_pair_us,
+        "request_us": prefill.request_us,
+        "load_request_s": loads.request_s,
+        "load_chunk_s": loads.chunk_s,
+        "load_layer_s": loads.layer_s,
+        "load_bytes_per_s": loads.bytes_per_s,
+    }
 
 
 def told_chunks(kv_transfer_params: object, held_tokens: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,11 +19,19 @@ from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
 from nixl_client.connectors.vllm.limits import transfer_limits
 from nixl_client.connectors.vllm.lookups import Lookups
-from nixl_client.connectors.vllm.naming import Feature
+from nixl_client.connectors.vllm.naming import Deployment, Feature, Prefix
 from nixl_client.connectors.vllm.options import LoadPolicy, VllmOptions
-from nixl_client.connectors.vllm.published import published, told_chunks
+from nixl_client.connectors.vllm.published import (
+    COSTS_KEY,
+    DEPLOYMENT_KEY,
+    TIER_KEY,
+    published_costs,
+    published_deployment,
+    told_chunks,
+)
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
+from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes
 
 _log = logging.getLogger(__name__)
 
@@ -111,10 +119,12 @@ class SchedulerSide:
 
     def published(self) -> dict[str, Any]:
         """The document that the engine publishes."""
-        return published(
-            self._ledger.deployment, self._advised_layout, self._options.endpoint, self._options.bucket, self._costs,
-            self._load_costs, self._accept,
-        )  # fmt: skip
+        options, names = self._options, self._ledger.deployment
+        costs = {COSTS_KEY: published_costs(self._costs, self._load_costs)}
+        if not isinstance(names, Deployment):
+            return {TIER_KEY: names.published(), **costs}
+        found = published_deployment(names, self._advised_layout, options.endpoint, options.bucket, self._accept)
+        return {DEPLOYMENT_KEY: found, **costs}
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
@@ -135,7 +145,8 @@ class SchedulerSide:
         features = [
             Feature(each.identifier, each.mm_position.offset, each.mm_position.length) for each in request.mm_features
         ]
-        tracked = self._ledger.track(request.request_id, adapter, request.cache_salt or "", features)
+        prefix = Prefix(adapter, request.cache_salt or "", features, _block_hashes(request, adapter))
+        tracked = self._ledger.track(request.request_id, prefix)
         if tracked.feature_count != len(features):
             return 0  # a later turn has brought an image
         self._requests[request.request_id] = request
@@ -289,3 +300,17 @@ class SchedulerSide:
 def _has_names(request: EngineRequest) -> bool:
     """Whether the tokens decide the KV, and the identifiers of images: no embeddings in place of tokens."""
     return bool(request.prompt_token_ids) and request.prompt_embeds is None
+
+
+def _block_hashes(request: EngineRequest, adapter: str) -> Callable[[], Sequence[bytes]]:
+    """vLLM's hashes of the request's whole blocks so far, with the adapter's contents in place of its name and path."""
+    hasher = getattr(request, "_block_hasher", None)  # the engine's own, which no public name has
+    if not adapter:
+        return lambda: request.block_hashes
+    names = AdapterHashes(request, hasher, adapter) if hasher is not None else lambda block_hash: None
+
+    def hashes() -> Sequence[bytes]:
+        found = [names(each) for each in request.block_hashes]
+        return [each for each in found if each is not None] if None not in found else ()
+
+    return hashes

@@ -39,7 +39,7 @@ def tier_options(extra: Mapping[str, object], worker_count: int, *, is_storing: 
     config["internals"] = {name: value for name, value in taken.items() if name not in PROMISED}
     config["store"] = options.store and is_storing
     if options.model:
-        config["epoch"] = _epoch(options.model)
+        config["epoch"] = epoch_of(options.model)
     if options.staging_bytes:
         config["cpu_bytes_to_use"] = options.staging_bytes * worker_count
     return {"spec_name": SPEC, "spec_module_path": TIER_MODULE, **config}
@@ -54,6 +54,6 @@ def _is_ours(tier: Mapping[str, object]) -> bool:
     return tier.get("type") == TIER
 
 
-def _epoch(model: str) -> str:
-    """The name of the weights as a part of names that is not too long."""
+def epoch_of(model: str) -> str:
+    """The tier's `epoch` for the connector's `model`: no longer than an epoch may be."""
     return model if len(model) <= EPOCH_CHARACTERS_MAX else hashlib.sha256(model.encode()).hexdigest()

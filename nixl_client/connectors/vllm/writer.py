@@ -68,9 +68,10 @@ class Writer:
         shape = (self._batch_chunks, layout.num_layers, 2, layout.chunk_tokens, heads, head_dim)
         self._batch = torch.empty(shape, dtype=states.dtype)
         element = str(states.dtype).removeprefix("torch.")
-        self._metadata = metadata_of(
-            {"model": model_name, "dtype": element, "layout": LAYOUT_ID, "tokens": str(layout.chunk_tokens)}
-        )
+        about = {"model": model_name}
+        if not options.native:  # else pages, which only engines alike can read
+            about |= {"dtype": element, "layout": LAYOUT_ID, "tokens": str(layout.chunk_tokens)}
+        self._metadata = metadata_of(about)
         self._kv_layout = None
         if element in ELEMENT_BYTES and may_be_encoded:
             self._kv_layout = KvLayout(layout.num_layers, layout.chunk_tokens, heads * head_dim, element)

@@ -31,15 +31,31 @@ def card_of(config: Any, kv_caches: Any, rank: int, cell_bytes: int) -> EngineCa
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return None
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return _card(
+        vllm_config,
+        groups=tuple(_used_pages(config, kv_caches, rank, cell_bytes)),
+        are_whole=tuple(_is_whole(vllm_config, group.layer_names) for group in config.groups),
+    )
+
+
+def card_of_pages(vllm_config: Any, page_bytes: int, page_count: int) -> EngineCard:
+    """The card that the only worker would leave whose rows are so many pages, side by side, of one cache group that
+    keeps every block.
+    """
+    pages = tuple(UsedPages(index * page_bytes, page_bytes, page_bytes, 1) for index in range(page_count))
+    return _card(vllm_config, groups=(pages,), are_whole=(True,))
+
+
+def _card(vllm_config: Any, groups: tuple[tuple[UsedPages, ...], ...], are_whole: tuple[bool, ...]) -> EngineCard:
+    cache = vllm_config.cache_config
     return EngineCard(
         identity=_identity(vllm_config),
-        name=short_name(model.model),
+        name=short_name(vllm_config.model_config.model),
         platform=platform_name(),
         hashing=f"{cache.prefix_caching_hash_algo} {os.environ.get('PYTHONHASHSEED', 'unset')}",
         has_adapters=vllm_config.lora_config is not None,
-        groups=tuple(_used_pages(config, kv_caches, rank, cell_bytes)),
-        are_whole=tuple(_is_whole(vllm_config, group.layer_names) for group in config.groups),
+        groups=groups,
+        are_whole=are_whole,
     )
 
 

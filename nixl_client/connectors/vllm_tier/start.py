@@ -1,5 +1,5 @@
-"""The tier says when an engine starts whether the store is there, with whom the engine shares, and whether the others
-hash as it does.
+"""A tier, and a connector that shares its objects, says when an engine starts whether the store is there, with whom the
+engine shares, and whether the others hash as it does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ABOUT_BYTES_MAX = 4096
 _log = logging.getLogger(__name__)
 
 
-def introduce(client: Client, space: TierSpace, hashing: str, then: Callable[[], None]) -> None:
-    """Look at the store, in a thread of its own, and `then` go on if it is there. Raises nothing."""
+def introduce(client: Client, space: TierSpace, hashing: str, then: Callable[[], None] = lambda: None) -> None:
+    """Look at the store, and `then` go on if it is there. Raises nothing."""
     try:
         shared = f"shared with all engines of {client.bucket}/{space.prefix}"
         if say(client, shared):

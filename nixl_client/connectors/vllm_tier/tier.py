@@ -14,9 +14,7 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -34,16 +32,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from nixl_client.connectors.vllm.engine import join_log
 from nixl_client.connectors.vllm.limits import transfer_limits
-from nixl_client.connectors.vllm.naming import short_name
-from nixl_client.connectors.vllm_tier.engine import even_form, named_weights, platform_name
 from nixl_client.connectors.vllm_tier.jobs import TierJob, TierJobEnd
 from nixl_client.connectors.vllm_tier.options import HAS_ADAPTERS, TierOptions
 from nixl_client.connectors.vllm_tier.rules.adapters import AdapterHashes, BlockNames, may_have_adapters
-from nixl_client.connectors.vllm_tier.rules.card import EngineCard, forms_of
 from nixl_client.connectors.vllm_tier.rules.naming import GROUP_BYTES, TierSpace, group_of
-from nixl_client.connectors.vllm_tier.rules.published import HASHING, TIER_INFO, TIER_LABELS, CacheGroup, tier_labels
-from nixl_client.connectors.vllm_tier.rules.rows import Bytes, RowForm
+from nixl_client.connectors.vllm_tier.rules.published import TIER_INFO, TIER_LABELS
+from nixl_client.connectors.vllm_tier.rules.rows import Bytes
 from nixl_client.connectors.vllm_tier.rules.verdicts import Verdicts
+from nixl_client.connectors.vllm_tier.spaces import forms_by_group, labels_of, space_of
 from nixl_client.connectors.vllm_tier.start import introduce
 from nixl_client.connectors.vllm_tier.traffic import TierTraffic
 from nixl_client.transports.shared_memory import adopt
@@ -100,7 +96,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
         cards = [card for card in getattr(offloading_spec, "cards", list)() if card is not None]
         config = offloading_spec.config
         row_bytes = self.block_size_bytes
-        self._forms = _forms(config, cards, row_bytes)
+        self._forms = forms_by_group(config, cards, row_bytes)
         told = config.extra_config.get(HAS_ADAPTERS)
         self._has_adapters = may_have_adapters(told, [card.has_adapters for card in cards])
         self._block_names: dict[str, BlockNames] = {}
@@ -111,7 +107,7 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
                 " kv_connector ObjectCacheConnector, with the same options",
                 "" if cards else ", which this engine may have,",
             )
-        self._space = _space(config, cards, self._forms, row_bytes, self._options.epoch)
+        self._space = space_of(config, cards, self._forms, row_bytes, self._options.epoch)
         self.traffic = TierTraffic(
             self._options,
             self._space,
@@ -119,7 +115,9 @@ class ObjectCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is no
             _region(getattr(offloading_spec, "_scheduler_mmap", None), primary_kv_view),
             row_bytes,
         )
-        self._publish = cache(partial(_published, config, cards, self._forms, self._options))
+        self._publish = cache(
+            partial(labels_of, config, cards, self._forms, self._options.endpoint, self._options.bucket)
+        )
         self._former_labels: tuple[str, ...] | None = None
         self._is_renewed = False
         self._verdicts = Verdicts(self._options.lookup_timeout_s + 1.0)
@@ -346,84 +344,6 @@ def _stored(keys: Collection[bytes], locality: Locality, tier_type: str) -> Offl
     return OffloadingEvent(
         keys=list(keys), medium=Medium.STORAGE, removed=False, locality=locality, ownership=tier_type
     )
-
-
-def _forms(config: Any, cards: list[EngineCard], row_bytes: int) -> dict[int, RowForm | None]:
-    """How the rows of each group are used, by the group's number in keys; None for each where nothing is stored, since
-    a prefix needs all of them. It says why, for people.
-    """
-    nothing: dict[int, RowForm | None] = dict.fromkeys(group.group_id for group in config.groups)
-    if len(cards) == config.parallel.world_size and len({card.identity for card in cards}) == 1:
-        distinct = cards[:1] if config.canonical_layout or config.replicated_layout else cards
-        try:
-            forms = forms_of(distinct, len(config.groups), row_bytes, config.cache.blocks_per_chunk)
-        except ValueError as error:
-            _log.warning("ObjectCache IS NOT USED: %s", error)
-            return nothing
-        if None in forms:
-            count = sum(form is None for form in forms)
-            _log.warning(
-                "ObjectCache IS NOT USED: chunks of %d of %d groups may lack blocks; leave blocks_per_chunk at 1",
-                count,
-                len(forms),
-            )
-            return nothing
-        return dict(zip(nothing, forms, strict=True))
-    form = even_form(config, row_bytes)
-    if form is None:
-        _log.warning(
-            "ObjectCache IS NOT USED: which bytes of a row are used is not known; use spec_name ObjectCacheTieringSpec"
-        )
-        return nothing
-    return dict.fromkeys(nothing, form)
-
-
-def _space(
-    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], row_bytes: int, epoch: str
-) -> TierSpace:
-    parallel = config.parallel
-    is_shared = config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic)
-    fields: dict[str, object] = {
-        "identity": cards[0].identity if cards else named_weights(config.model.name),
-        "platform": cards[0].platform if cards else platform_name(),
-        "epoch": epoch,
-        "dtype": str(config.model.dtype),
-        "layout": config.kv_cache_layout,
-        "canonical": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
-        "replicated": config.replicated_layout,
-        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "tokens_per_hash": config.cache.tokens_per_hash,
-        "blocks_per_chunk": config.cache.blocks_per_chunk,
-        "row_bytes": None if is_shared else row_bytes,
-        "used": [None if form is None else form.spans.tolist() for form in forms.values()],
-        "ranks": None
-        if is_shared
-        else [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-    }
-    name = cards[0].name if cards else short_name(config.model.name)
-    return TierSpace(name, fields)
-
-
-def _published(
-    config: Any, cards: list[EngineCard], forms: dict[int, RowForm | None], options: TierOptions, prefix: str
-) -> tuple[str, ...] | None:
-    """The labels that routers read. None where these could not name the objects: not all is known, or vLLM hashes
-    otherwise.
-    """
-    if not cards or cards[0].hashing.split()[0] != HASHING or any(form is None for form in forms.values()):
-        return None
-    groups = [
-        CacheGroup(
-            group.group_id,
-            group.tokens_per_block * config.cache.blocks_per_chunk,
-            form,
-            all(card.are_whole[index] for card in cards),
-        )
-        for index, group in enumerate(config.groups)
-        if (form := forms[group.group_id]) is not None
-    ]
-    none_hash, tokens_per_hash = kv_cache_utils.NONE_HASH, config.cache.tokens_per_hash
-    return tier_labels(prefix, none_hash, tokens_per_hash, groups, options.endpoint, options.bucket)
 
 
 def _region(scheduler_mmap: Any, view: memoryview) -> Bytes:

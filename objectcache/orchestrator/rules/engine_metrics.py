@@ -139,7 +139,11 @@ def read_metrics(said: bytes) -> EngineReport:
             tier = labels
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value
-    published = _published(info, costs) if info is not None else None if tier is None else _published_by_tier(tier)
+    published = None
+    if info is not None:
+        published = _published(info, costs)
+    elif tier is not None:
+        published = _published_by_tier(tier, costs)
     return EngineReport(
         running=round(running),
         waiting=round(waiting),
@@ -197,20 +201,9 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
     sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
     if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:
         return None
-    limits = {RATE: TOKENS_MAX}
-    if deployment.rank_count > RANKS_MAX or not all(
-        0 <= cost <= limits.get(name, COST_MAX) for name, cost in costs.items()
-    ):
+    if deployment.rank_count > RANKS_MAX or not _are_possible(costs):
         return None
-    prefill = None
-    if costs.get("token_us", 0.0) > 0:  # 0 until enough steps have been timed
-        prefill = PrefillCosts(costs["token_us"], costs.get("token_pair_us", 0.0), costs.get("request_us", 0.0))
-    loads = DeliveryCosts(
-        costs.get("load_request_s", 0.0),
-        costs.get("load_chunk_s", 0.0),
-        costs.get("load_layer_s", 0.0),
-        costs.get(RATE, 0.0),
-    )
+    prefill, loads = _fitted(costs)
     return Published(
         names=deployment,
         layout=layout,
@@ -222,8 +215,29 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
     )
 
 
-def _published_by_tier(labels: Mapping[str, str]) -> Published | None:
-    """None for what no tier would publish. Its loads are over before their requests run: chunks have one layer."""
+def _are_possible(costs: Mapping[str, float]) -> bool:
+    limits = {RATE: TOKENS_MAX}
+    return all(0 <= cost <= limits.get(name, COST_MAX) for name, cost in costs.items())
+
+
+def _fitted(costs: Mapping[str, float]) -> tuple[PrefillCosts | None, DeliveryCosts]:
+    """The costs of steps, None until enough of them have been timed, and of loads."""
+    prefill = None
+    if costs.get("token_us", 0.0) > 0:
+        prefill = PrefillCosts(costs["token_us"], costs.get("token_pair_us", 0.0), costs.get("request_us", 0.0))
+    loads = DeliveryCosts(
+        costs.get("load_request_s", 0.0),
+        costs.get("load_chunk_s", 0.0),
+        costs.get("load_layer_s", 0.0),
+        costs.get(RATE, 0.0),
+    )
+    return prefill, loads
+
+
+def _published_by_tier(labels: Mapping[str, str], costs: Mapping[str, float]) -> Published | None:
+    """None for what no tier would publish. Its loads are over before their requests run: chunks have one layer. A
+    connector that shares the tier's objects tells costs, too.
+    """
     try:
         names = parse_names(labels)
         layout = ChunkLayout(1, int(labels["chunk_tokens"]), int(labels["chunk_bytes"]))
@@ -233,7 +247,10 @@ def _published_by_tier(labels: Mapping[str, str]) -> Published | None:
     sizes = (layout.chunk_tokens, layout.per_layer_chunk_bytes, names.hash_tokens)
     if min(sizes) < 1 or max(sizes) > 1 << 40 or max(len(endpoint), len(bucket)) > TEXT_MAX:
         return None
-    return Published(names, layout, endpoint, bucket)
+    if not _are_possible(costs):
+        return None
+    prefill, loads = _fitted(costs)
+    return Published(names=names, layout=layout, endpoint=endpoint, bucket=bucket, prefill=prefill, loads=loads)
 
 
 def _accepted(info: Mapping[str, str]) -> Accept | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from descriptors.prefix_keys import VLLM_TIER_ROOT, label, metadata_of
@@ -62,3 +62,26 @@ def group_of(key: bytes) -> int:
 def object_name(prefix: str, key: bytes) -> str:
     """The object of vLLM's key."""
     return f"{prefix}{group_of(key)}/{key[:-GROUP_BYTES].hex()}"
+
+
+class BlockChain:
+    """The keys of one request's chunks in a group that keeps every block. `block_hashes` gives vLLM's hashes of its
+    whole blocks so far, as the store has them, of which each chunk takes `hashes_per_chunk`.
+    """
+
+    def __init__(
+        self, prefix: str, group: int, hashes_per_chunk: int, block_hashes: Callable[[], Sequence[bytes]]
+    ) -> None:
+        self._prefix = prefix
+        self._tail = group.to_bytes(GROUP_BYTES, "big")
+        self._hashes_per_chunk = hashes_per_chunk
+        self._block_hashes = block_hashes
+
+    def keys(self, tokens: object, chunk_count: int) -> tuple[str, ...]:
+        """The first `chunk_count` keys; the tokens are in the hashes. Raises ValueError where too few are hashed."""
+        hashes, step = self._block_hashes(), self._hashes_per_chunk
+        if chunk_count * step > len(hashes):
+            raise ValueError(f"{len(hashes)} blocks have no {chunk_count} chunks")
+        return tuple(
+            object_name(self._prefix, hashes[end - 1] + self._tail) for end in range(step, chunk_count * step + 1, step)
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nixl_client.connectors.vllm_tier.rules.naming import BlockChain
 from nixl_client.connectors.vllm_tier.rules.published import (
     SPACE_MAX,
     TIER_LABELS,
@@ -46,6 +47,19 @@ def test_names_are_vllms(salt: str, chunk_tokens: int) -> None:
     wanted = [f"{SPACE}2/{each}" for each in HASHES[salt][step - 1 :: step]]
     assert list(names.prompt_keys(0, TOKENS, chunk_tokens, count, salt)) == wanted
     assert names.hash_count(chunk_tokens) == step
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 8, 16])
+def test_a_request_that_is_hashed_already_has_the_same_names(chunk_tokens: int) -> None:
+    hashes = [bytes.fromhex(each) for each in HASHES[""]]
+    known: list[bytes] = []
+    chain = BlockChain(SPACE, 2, chunk_tokens // 4, lambda: known)
+    with pytest.raises(ValueError, match="0 blocks have no 1 chunks"):
+        chain.keys((), 1)
+    known += hashes
+    count = len(TOKENS) // chunk_tokens
+    wanted = TierNames(SPACE, NONE_HASH, 2, 4).prompt_keys(0, TOKENS, chunk_tokens, count, "")
+    assert [chain.keys((), number) for number in (0, count, 1)] == [(), wanted, wanted[:1]]
 
 
 def test_chunks_that_have_no_hash_have_no_names() -> None:

@@ -8,7 +8,7 @@ from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
-from nixl_client.connectors.vllm.published import published
+from nixl_client.connectors.vllm.published import published_costs, published_deployment
 from nixl_client.connectors.vllm_tier.rules.published import TierNames
 from objectcache.orchestrator.rules.engine_metrics import (
     LINE_BYTES_MAX,
@@ -95,14 +95,16 @@ def test_what_the_connector_publishes_comes_back(accept: Accept | None) -> None:
     deployment = Deployment('weights "x"\\n', "torch.bfloat16 auto", 16, 2, 1)
     layout, prefill = ChunkLayout(32, 64, 131_072), PrefillCosts(812.5, 0.01, 900.0)
     loads = DeliveryCosts(0.001, 0.0002, 0.0003, 2e9)
-    document = published(deployment, layout, "http://store:9000", "kv", prefill, loads, accept)
+    document = published_deployment(deployment, layout, "http://store:9000", "kv", accept)
     escaped = {
         name: str(value).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-        for name, value in document["deployment"].items()
+        for name, value in document.items()
     }
     labels = ",".join(f'{name}="{value}"' for name, value in escaped.items())
     lines = [f'vllm:objectcache_deployment_info{{engine="0",{labels}}} 1.0']
-    lines += [f'vllm:objectcache_cost_{name}{{engine="0"}} {value}' for name, value in document["costs"].items()]
+    lines += [
+        f'vllm:objectcache_cost_{name}{{engine="0"}} {value}' for name, value in published_costs(prefill, loads).items()
+    ]
     found = read("\n".join(lines)).published
     assert found is not None
     assert (found.names, found.layout, found.endpoint, found.bucket) == (
@@ -158,6 +160,15 @@ def test_a_tier_publishes_names_and_its_loads_are_over_before_requests_run() -> 
     assert found.names == TierNames(TIER["space"], bytes.fromhex(TIER["none_hash"]), 1, 16)
     assert found.layout == ChunkLayout(1, 32, 6096)
     assert (found.endpoint, found.bucket, found.prefill, found.accept) == ("http://store:9000", "kv", None, None)
+
+
+def test_a_connector_that_shares_the_tiers_objects_tells_its_costs() -> None:
+    costs = ["vllm:objectcache_cost_token_us 812.5", "vllm:objectcache_cost_load_bytes_per_s 1e9"]
+    found = read("\n".join([tier_line(), *costs])).published
+    assert found is not None
+    assert found.prefill == PrefillCosts(812.5, 0.0, 0.0)
+    assert found.loads.bytes_per_s == 1e9
+    assert read(f"{tier_line()}\nvllm:objectcache_cost_token_us -1").published is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import ChunkRange, Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
-from nixl_client.connectors.vllm.naming import Deployment, Feature, KeyChain
+from nixl_client.connectors.vllm.naming import Deployment, Feature, KeyChain, Prefix
 from nixl_client.connectors.vllm.options import PROMISED, LoadPolicy, VllmOptions
 from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
@@ -75,8 +75,14 @@ class TestOptions:
         assert VllmOptions.of({"endpoint": "e", "lease_s": 5.0}).lease_s == 5.0
         assert "the option lease_s is internals.lease_s now" in caplog.text
 
+    @pytest.mark.parametrize("other", [{"chunk_tokens": 64}, {"lossy": "adaptive"}, {"lossy": 0.1}])
+    def test_objects_of_the_tier_are_of_one_block_and_exact(self, other: dict[str, object]) -> None:
+        assert VllmOptions.of({"endpoint": "e", "native": True}).native
+        with pytest.raises(ValueError, match="native: objects of the tier"):
+            VllmOptions.of({"endpoint": "e", "native": True, **other})
+
     def test_there_are_few_options(self) -> None:
-        assert len(PROMISED) <= 12
+        assert len(PROMISED) <= 13
         assert {field.name for field in fields(VllmOptions)} >= PROMISED
 
 
@@ -153,7 +159,7 @@ class TestLedger:
         ledger = self.ledger(room=3)
         tokens = list(range(129))
         for request_id, wanted in (("a", 96), ("b", 0)):
-            tracked = ledger.track(request_id, "", "")
+            tracked = ledger.track(request_id, Prefix())
             ledger.matched(tracked, 4, 0.0)
             assert ledger.loadable(tracked, len(tokens), 0) == wanted
             if wanted:
@@ -161,7 +167,7 @@ class TestLedger:
         step = ledger.take_step()
         assert [job.request_id for job in step.loads] == ["a"]
         assert step.loads[0].keys[0] == tuple(chunk_keys(ONE_RANK.namespace(0, "", ""), tokens, 32)[:3])
-        assert ledger.loadable(ledger.track("b", "", ""), len(tokens), 0) == 96
+        assert ledger.loadable(ledger.track("b", Prefix()), len(tokens), 0) == 96
 
     def test_a_step_says_which_requests_have_new_blocks_if_it_is_asked_to(self) -> None:
         for tells in (True, False):
@@ -178,11 +184,11 @@ class TestLedger:
         ledger = self.ledger()
         tokens = list(range(96))
         keys = tuple(chunk_keys(ONE_RANK.namespace(0, "", ""), tokens, 32))
-        ledger.matched(ledger.track("a", "", ""), 2, 0.0)
-        assert ledger.loadable(ledger.track("a", "", ""), 96, 0) == 64
+        ledger.matched(ledger.track("a", Prefix()), 2, 0.0)
+        assert ledger.loadable(ledger.track("a", Prefix()), 96, 0) == 64
         ledger.allocated("a", [1, 2, 3])
         ledger.load("a", tokens, 64, [1, 2, 3])
-        ledger.matched(ledger.track("b", "", ""), 2, 0.0)
+        ledger.matched(ledger.track("b", Prefix()), 2, 0.0)
         assert ledger.admit("b", 0)
         ledger.computed("b", tokens, 96, [4, 5, 6])
         assert ledger.finish("b")
@@ -199,7 +205,7 @@ class TestLedger:
     def test_each_missing_chunk_is_given_to_be_written_once(self) -> None:
         ledger = self.ledger()
         tokens = list(range(200))
-        ledger.matched(ledger.track("a", "", ""), 2, 0.0)
+        ledger.matched(ledger.track("a", Prefix()), 2, 0.0)
         ledger.admit("a", 0)
         for count in (64, 100, 100, 170, 200):
             ledger.computed("a", tokens, count, list(range(7)))
@@ -210,7 +216,7 @@ class TestLedger:
         """Or every later request would lose time on it."""
         ledger = self.ledger()
         tokens = list(range(200))
-        ledger.matched(ledger.track("a", "", ""), 5, 0.0)
+        ledger.matched(ledger.track("a", Prefix()), 5, 0.0)
         ledger.load("a", tokens, 160, list(range(7)))
         (job,) = ledger.take_step().loads
         ledger.report(Report(bad_chunks={job.job_id: 2}), 0.0)
@@ -227,7 +233,7 @@ class TestLedger:
         """Blocks found in HBM may be those another request is loading in this very step, in vain."""
         ledger = self.ledger()
         tokens = list(range(200))
-        tracked = ledger.track("a", "", "")
+        tracked = ledger.track("a", Prefix())
         ledger.matched(tracked, 0, 0.0)
         ledger.loadable(tracked, 200, 128)
         ledger.load("a", tokens, 0, list(range(7)))
@@ -241,7 +247,7 @@ class TestLedger:
     def test_blocks_are_loading_until_every_rank_has_said_that_they_are_not(self) -> None:
         ledger = self.ledger(Deployment("m", "bf16", 32, tp_size=2))
         tokens = list(range(129))
-        ledger.matched(ledger.track("a", "", ""), 4, 0.0)
+        ledger.matched(ledger.track("a", Prefix()), 4, 0.0)
         ledger.load("a", tokens, 64, [1, 2, 3, 4, 5], [b"x", b"y"])
         (job,) = ledger.take_step().loads
         for _ in range(2):
@@ -252,7 +258,7 @@ class TestLedger:
 
     def test_a_report_that_never_comes_is_not_waited_for_for_ever(self) -> None:
         ledger = self.ledger()
-        ledger.matched(ledger.track("a", "", ""), 4, 0.0)
+        ledger.matched(ledger.track("a", Prefix()), 4, 0.0)
         ledger.load("a", list(range(129)), 64, [1, 2, 3, 4, 5], [b"x", b"y"])
         steps = 0
         while ledger.is_loading([b"x"]):
@@ -264,20 +270,20 @@ class TestLedger:
         """The weights may have been replaced: what is stored belongs to the old ones."""
         ledger = self.ledger()
         tokens = list(range(64))
-        before = ledger.lookup_keys(ledger.track("a", "", ""), tokens)
-        ledger.matched(ledger.track("a", "", ""), 0, 0.0)
+        before = ledger.lookup_keys(ledger.track("a", Prefix()), tokens)
+        ledger.matched(ledger.track("a", Prefix()), 0, 0.0)
         ledger.admit("a", 0)
         ledger.reset("epoch")
         ledger.computed("a", tokens, 64, [1, 2])
         assert not ledger.take_step().stores
-        after = ledger.lookup_keys(ledger.track("a", "", ""), tokens)
+        after = ledger.lookup_keys(ledger.track("a", Prefix()), tokens)
         ledger.reset("another")
-        assert len({before, after, ledger.lookup_keys(ledger.track("a", "", ""), tokens)}) == 3
+        assert len({before, after, ledger.lookup_keys(ledger.track("a", Prefix()), tokens)}) == 3
 
     def test_a_step_names_the_blocks_that_get_other_bytes_and_only_those(self) -> None:
         """What was found in the engine's own blocks stays as it is."""
         ledger = self.ledger()
-        ledger.loadable(ledger.track("a", "", ""), 200, 64)
+        ledger.loadable(ledger.track("a", Prefix()), 200, 64)
         ledger.allocated("a", [1, 2, 3, 4])
         ledger.allocated("another connector's", [7, 8])
         ledger.given_out([4, 5])
@@ -300,7 +306,7 @@ class TestLedger:
     def test_no_lookup_no_store(self) -> None:
         """Without an answer it is not known what is missing; a store that is down must not be written to."""
         ledger = self.ledger()
-        ledger.track("a", "", "")
+        ledger.track("a", Prefix())
         ledger.computed("a", list(range(64)), 64, [1, 2])
         assert not ledger.take_step().stores
         assert not ledger.finish("a")
@@ -308,7 +314,7 @@ class TestLedger:
     def test_blocks_are_kept_until_every_rank_has_read_them(self) -> None:
         ledger = self.ledger(Deployment("m", "bf16", 32, tp_size=2))
         for request_id, reports, is_kept in (("a", 1, True), ("b", 2, False)):
-            ledger.matched(ledger.track(request_id, "", ""), 0, 0.0)
+            ledger.matched(ledger.track(request_id, Prefix()), 0, 0.0)
             ledger.admit(request_id, 0)
             ledger.computed(request_id, list(range(64)), 64, [1, 2])
             (job,) = ledger.take_step().stores
