@@ -48,9 +48,11 @@ class Engines:
         )
         return self._host.engine(settings)
 
-    def tiered_apart(self, tier: dict[str, Json], **options: Json) -> AbstractContextManager[Engine]:
+    def tiered_apart(
+        self, tier: dict[str, Json], model: Path | None = None, **options: Json
+    ) -> AbstractContextManager[Engine]:
         """One as `vllm serve` runs it, with workers of their own."""
-        settings = EngineSettings(str(self._model), options, tier, is_multiprocess=True, is_tier=True)
+        settings = EngineSettings(str(model or self._model), options, tier, is_multiprocess=True, is_tier=True)
         return self._host.fresh_engine(settings)
 
     def plain_of(self, model: Path, **options: Json) -> AbstractContextManager[Engine]:

@@ -96,6 +96,24 @@ def test_latents_are_the_tiers_too(engines: Engines, store: Store, tmp_path: Pat
     assert loaded == {key: hashlib.sha256(store.get(key)).hexdigest() for key in loaded}
 
 
+@FULL
+@pytest.mark.timeout(600)
+def test_one_copy_of_latents_serves_both_with_two_ranks(engines: Engines, store: Store, tmp_path: Path) -> None:
+    make_deepseek(tmp_path / "deepseek")
+    model, prompts = tmp_path / "deepseek", PROMPTS[:2]
+    with engines.multiprocess(store.connector(native=True), model, tensor_parallel_size=2) as engine:
+        engine.generate_each(prompts)
+        assert not engine.has_said("not layer by layer")
+        engine.stop()
+    stored = object_keys(store)
+    assert len(stored) > 20
+    assert {key.split("/")[0] for key in stored} == {"vllm"}
+    with engines.tiered_apart(store.tier(epoch="tiny"), model, tensor_parallel_size=2) as engine:
+        loaded = engine.generate_each(prompts).prometheus["tier_loaded_chunks"]
+        engine.stop()
+    assert loaded > 20
+
+
 LORA: dict[str, Json] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
