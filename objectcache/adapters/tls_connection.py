@@ -95,10 +95,12 @@ class TlsConnection(asyncio.Protocol):
         self._group_of = group_of
         self._records = WaitingRecords()
         self._answers_bytes = 0
-        self._advanced_s: float | None = None
-        """When the last piece was decrypted, by the loop's clock; None before the first."""
+        self._answered_s: float | None = None
+        """When TLS itself has last said something, by the loop's clock; None before that."""
         self._error: ssl.SSLError | None = None
         """The failure of TLS that has ended the connection."""
+        self.has_heard = False
+        """Whether the peer has said anything."""
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
 
     @property
@@ -111,18 +113,13 @@ class TlsConnection(asyncio.Protocol):
         """Whether the protocol takes no bytes now."""
         return self._is_held
 
-    def silent_since_s(self, began_s: float) -> float | None:
-        """Since when the peer of a connection that began at `began_s` has said nothing; None where it has, and waits
-        for its turn here.
+    def awaited_since_s(self, began_s: float) -> float | None:
+        """Since when the peer of a handshake that began at `began_s` is waited for; None where it waits for its turn
+        here. The peer is waited for until all has come of what it has to say next: a byte now and then is no progress.
         """
         if self._is_queued:
             return None
-        return began_s if self._advanced_s is None else self._advanced_s
-
-    @property
-    def has_heard(self) -> bool:
-        """Whether the peer has said anything."""
-        return self._advanced_s is not None
+        return began_s if self._answered_s is None else self._answered_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = self.app_transport.wire = cast(asyncio.Transport, transport)
@@ -134,6 +131,7 @@ class TlsConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
             return
+        self.has_heard = True
         self._records.add(data)
         if not self._is_queued and not self._is_held and self._turns.has_time():
             began_s = time.perf_counter()
@@ -203,7 +201,6 @@ class TlsConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Decrypt a piece, and do what it says."""
-        self._advanced_s = asyncio.get_running_loop().time()
         self._incoming.write(self._records.piece())
         try:
             if not self._is_open:
@@ -250,6 +247,8 @@ class TlsConnection(asyncio.Protocol):
             return
         if not self.transport.get_write_buffer_size():
             self._answers_bytes = 0
+        if self._outgoing.pending:
+            self._answered_s = asyncio.get_running_loop().time()
         self._answers_bytes += self._outgoing.pending
         self._flush()
         if self._answers_bytes > ANSWERS_BYTES_MAX:

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, cast
 
 from objectcache.adapters.accepting import accept
@@ -30,8 +31,14 @@ LOOKED_AT_MAX: Final = 16
 """The next one of a line is the first that has greeted among so many."""
 GREETING_S: Final = 0.25
 """A client begins its handshake at once, so one that has not done so by then gives its place up."""
-SILENT_S: Final = 2.0
-"""A client that has said nothing for so long amid its handshake gives its place up."""
+LATE_S: Final = 2.0
+"""A client that has not said all of what is its turn to say for so long gives its place up."""
+LOOK_S: Final = 0.05
+"""Where connections wait for a place, handshakes that are late are looked for so often."""
+GIVEN_UP_MAX: Final = 64
+"""So many places go from handshakes that are late to others at once."""
+RECORD_HEAD_BYTES, RECORD_BYTES_MAX = 5, 5 + (1 << 14)
+"""Of a record of plain text, RFC 8446, section 5.1."""
 CONNECTION_BYTES: Final = 512 << 10
 """The memory that a connection with TLS may have."""
 ACCEPTED_MAX = 16
@@ -44,22 +51,25 @@ class _Handshake:
     """A handshake under way, from `began_s` of the loop's clock on."""
 
     accepted: socket.socket
-    address: str
+    caller: str
     began_s: float
     connection: TlsConnection
     task: asyncio.Task[None] | None = None
 
-    def is_silent(self, now_s: float) -> bool:
-        """Whether its peer has said nothing for so long that another one may have its place."""
-        since_s = self.connection.silent_since_s(self.began_s)
-        patience_s = SILENT_S if self.connection.has_heard else GREETING_S
-        return since_s is not None and now_s - since_s >= patience_s
+    def is_late(self, now_s: float) -> bool:
+        """Whether its peer is waited for since so long that another one may have its place."""
+        since_s = self.connection.awaited_since_s(self.began_s)
+        if since_s is None or now_s - since_s < (LATE_S if self.connection.has_heard else GREETING_S):
+            return False
+        return self.connection.has_heard or not _has_greeted(self.accepted)  # a greeting may not have been read yet
 
 
 class TlsDoor:
     """Accepts connections for `server`, whose handshakes have HANDSHAKE_S. New ones use `context`, which may be
-    replaced. Where all places are taken, a connection waits in its address's line. A handshake that goes on is never
-    ended for a newcomer of its own address: of a crowd that comes at once nobody would come in. Used on one event loop.
+    replaced. Where all places are taken, a connection waits in its caller's line (`adapters.caller`). A handshake that
+    goes on is never ended for a newcomer of its own caller: of a crowd that comes at once nobody would come in. One
+    whose client is late gives its place to whoever waits, as long as clients may have any number of addresses. Used on
+    one event loop.
     """
 
     def __init__(self, server: LimitedServer, context: ssl.SSLContext) -> None:
@@ -68,9 +78,10 @@ class TlsDoor:
         self.turns = ParsingTurns()
         """Those of all connections that wait to be decrypted."""
         self._handshakes: dict[str, OrderedDict[_Handshake, None]] = {}
-        """By address, the oldest one first."""
+        """By caller, the oldest one first."""
         self._lines: OrderedDict[str, deque[socket.socket]] = OrderedDict()
-        """The connections that wait, by address. Each address has its turn after the others."""
+        """The connections that wait, by caller. Each caller has its turn after the others."""
+        self._is_looking = False
         self.handshake_count = 0
         self.waiting_count = 0
 
@@ -83,71 +94,79 @@ class TlsDoor:
                 for accepted in line:
                     accepted.close()
             self._lines.clear()
+            self.waiting_count = 0
             handshakes = [each for own in self._handshakes.values() for each in own]
             for each in handshakes:
                 _hang_up(each.accepted)
             await asyncio.gather(*(each.task for each in handshakes if each.task is not None), return_exceptions=True)
 
     def _begin(self, accepted: socket.socket, address: str) -> None:
-        self._lines.setdefault(address, deque()).append(accepted)
+        caller = caller_of(address)
+        self._lines.setdefault(caller, deque()).append(accepted)
         self.waiting_count += 1
-        if self._has_place_for(address):
-            self._start_first_of(address)
+        if self._has_place_for(caller):
+            self._start_first_of(caller)
         elif self.waiting_count > min(WAITING_MAX, self._server.connections_max // 4):
             longest = max(self._lines, key=lambda each: len(self._lines[each]))
             self._taken(longest, -1 if _has_greeted(self._lines[longest][0]) else 0).close()
-        else:  # others may be silent by then
-            asyncio.get_running_loop().call_later(GREETING_S, self._look_again, address)
+        self._look_later()
 
-    def _look_again(self, address: str) -> None:
-        if address in self._lines and self._has_place_for(address):
-            self._start_first_of(address)
+    def _look_later(self) -> None:
+        if self._lines and not self._is_looking:
+            self._is_looking = True
+            asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
-    def _has_place_for(self, address: str) -> bool:
-        """Whether a handshake of this address may begin. Where all places are taken, it may have that of an address
-        that has more of them, or of one of its own that is silent.
+    def _look(self) -> None:
+        """Those that wait have the places of handshakes that are late, in turns."""
+        self._is_looking = False
+        now_s = asyncio.get_running_loop().time()
+        late = (each for own in self._handshakes.values() for each in own if each.is_late(now_s))
+        for each in list(islice(late, min(GIVEN_UP_MAX, self.waiting_count))):
+            self._give_up(each)
+            self._start_first_of(next(iter(self._lines)))
+        self._look_later()
+
+    def _has_place_for(self, caller: str) -> bool:
+        """Whether a handshake of this caller may begin. Where all places are taken, it may have that of a caller that
+        has more of them.
         """
         if self.handshake_count < HANDSHAKES_MAX:
             return True
         crowd = self._crowd()
-        own = self._handshakes.get(address, ())
-        now_s = asyncio.get_running_loop().time()
-        given_up = next((each for each in own if each.is_silent(now_s)), None)
-        if given_up is None and len(own) + 1 < len(crowd):
-            given_up = next((each for each in crowd if each.is_silent(now_s)), next(iter(crowd)))
-        if given_up is None:
+        if len(self._handshakes.get(caller, ())) + 1 >= len(crowd):
             return False
-        self._give_up(given_up)
+        now_s = asyncio.get_running_loop().time()
+        self._give_up(next((each for each in crowd if each.is_late(now_s)), next(iter(crowd))))
         return True
 
     def _crowd(self) -> OrderedDict[_Handshake, None]:
-        """The handshakes of the address that has most."""
+        """The handshakes of the caller that has most."""
         return max(self._handshakes.values(), key=len)
 
-    def _taken(self, address: str, place: int) -> socket.socket:
-        """Take a connection out of its line. The address has its next turn behind the others."""
-        line = self._lines.pop(address)
+    def _taken(self, caller: str, place: int) -> socket.socket:
+        """Take a connection out of its line. The caller has its next turn behind the others."""
+        line = self._lines.pop(caller)
         accepted = line[place]
         del line[place]
         self.waiting_count -= 1
         if line:
-            self._lines[address] = line
+            self._lines[caller] = line
         return accepted
 
-    def _next_of(self, address: str) -> socket.socket:
+    def _next_of(self, caller: str) -> socket.socket:
         """The next connection of a line, which should have greeted: a crowd that says nothing lets others pass."""
-        line = self._lines[address]
+        line = self._lines[caller]
         for _ in range(min(LOOKED_AT_MAX, len(line))):
             if _has_greeted(line[0]):
                 break
             line.rotate(-1)
-        return self._taken(address, 0)
+        return self._taken(caller, 0)
 
-    def _start_first_of(self, address: str) -> None:
+    def _start_first_of(self, caller: str) -> None:
         """Where the server takes no more connections, the longest idle one gives its place up, else the oldest
-        handshake of the address that has most.
+        handshake of the caller that has most.
         """
-        accepted, server, loop = self._next_of(address), self._server, asyncio.get_running_loop()
+        accepted, server, loop = self._next_of(caller), self._server, asyncio.get_running_loop()
         is_full = self.handshake_count + server.open_count >= server.connections_max
         if is_full and not server.makes_place(loop.time()) and self.handshake_count:
             self._give_up(next(iter(self._crowd())))
@@ -156,10 +175,10 @@ class TlsDoor:
             self.turns,
             cast(asyncio.Protocol, server()),
             on_open=lambda: self._end(handshake),
-            group_of=lambda peer: caller_of(str(peer[0])),
+            group_of=lambda _: caller,
         )
-        handshake = _Handshake(accepted, address, loop.time(), connection)
-        self._handshakes.setdefault(address, OrderedDict())[handshake] = None
+        handshake = _Handshake(accepted, caller, loop.time(), connection)
+        self._handshakes.setdefault(caller, OrderedDict())[handshake] = None
         self.handshake_count += 1
         handshake.task = loop.create_task(self._shake(handshake))
         handshake.task.add_done_callback(lambda _: self._end(handshake))
@@ -171,12 +190,12 @@ class TlsDoor:
             self._start_first_of(next(iter(self._lines)))
 
     def _forget(self, handshake: _Handshake) -> None:
-        own = self._handshakes.get(handshake.address)
+        own = self._handshakes.get(handshake.caller)
         if own is not None and handshake in own:
             del own[handshake]
             self.handshake_count -= 1
             if not own:
-                del self._handshakes[handshake.address]
+                del self._handshakes[handshake.caller]
 
     def _give_up(self, handshake: _Handshake) -> None:
         self._forget(handshake)
@@ -195,14 +214,15 @@ class TlsDoor:
 
 
 def _has_greeted(accepted: socket.socket) -> bool:
-    """Whether bytes of the client are there, or its end."""
+    """Whether the client's first record is there, or the client's end."""
     try:
-        accepted.recv(1, socket.MSG_PEEK)
+        said = accepted.recv(RECORD_BYTES_MAX, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
-        pass
-    return True
+        return True
+    length = int.from_bytes(said[RECORD_HEAD_BYTES - 2 : RECORD_HEAD_BYTES])
+    return not said or len(said) >= min(RECORD_HEAD_BYTES + length, RECORD_BYTES_MAX)
 
 
 def _hang_up(accepted: socket.socket) -> None:
