@@ -36,6 +36,10 @@ VALUES_MAX = 8 * ENTRIES_MAX
 """So many values of JSON are parsed at once. Anybody who may write to etcd chooses how many there are, and the event
 loop parses so many in a few milliseconds.
 """
+LINES_AT_ONCE = 64
+"""So many lines of a watch are given without giving the event loop a turn. A read brings tens of thousands of short
+ones, and whoever is behind etcd's address decides how short they are.
+"""
 _OLD_TOKEN = "revision of auth store is old"
 _GONE = (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
 """Another endpoint may answer where one fails so."""
@@ -335,7 +339,9 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     pending = bytearray()
     async for piece in response.content.iter_any():
         *ends, rest = piece.split(b"\n")
-        for end in ends:
+        for count, end in enumerate(ends, start=1):
+            if not count % LINES_AT_ONCE:
+                await asyncio.sleep(0)
             line = bytes(pending) + end
             pending.clear()
             if line.strip():
