@@ -35,6 +35,10 @@ from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, 
 HEADER_COUNT_MAX = 256
 PIECES_MAX = 64
 """A body has no more pieces in memory."""
+KEPT_HEAD_BYTES = 16 << 10
+"""A connection ends behind a request with a larger head: aiohttp keeps a request until the connection's next one, and
+its headers take two to four times their bytes.
+"""
 FILES_FRACTION = 0.5
 """Connections take no more than this fraction of the open files that the host allows; the rest is for stored files,
 engines and peers.
@@ -226,6 +230,8 @@ class Connection(InPieces, web.RequestHandler):
         for each in (body, self._messages[-1][1] if self._messages else None):
             if data and type(each) is StreamReader:  # without data a reader may be at work on its pieces
                 _join(each)
+        if self._http is None and body is not None:
+            self._clock.call_soon(_drop_unread, body)  # to read has aiohttp parse on
         if self._is_broken and body is not None and not body.is_eof():
             if self._http is None:
                 self._leave_body(body)
@@ -237,6 +243,8 @@ class Connection(InPieces, web.RequestHandler):
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body, self._length, self._http = http.content, http.content_length or 0, http
         self._body_watch.begun(self._clock.time())
+        if sum(len(name) + len(value) for name, value in http.raw_headers) + len(http.raw_path) > KEPT_HEAD_BYTES:
+            http._message = http._message._replace(should_close=True)  # before its answer says that it goes on
         self._limited.idle.pop(self, None)
         self._watch.request_begun()
 
@@ -244,8 +252,10 @@ class Connection(InPieces, web.RequestHandler):
         if not self._messages:  # else a head has come, and its body may come before its handler runs
             self._watch.request_ended()
         self._http = None
-        if self._is_broken and self._body is not None:
-            self._leave_body(self._body)
+        if self._body is not None:
+            self._clock.call_soon(_drop_unread, self._body)
+            if self._is_broken:
+                self._leave_body(self._body)
         self._limited.slow.note(self, None)
         if self._wire is not None:
             self._limited.idle[self] = None
@@ -317,6 +327,14 @@ def _join(body: StreamReader) -> None:
         joined = b"".join(pieces)  # what was read of the first one is still at its beginning
         pieces.clear()
         pieces.append(joined)
+
+
+def _drop_unread(body: StreamReader) -> None:
+    """Let go of what is here of a body that nobody reads any more: aiohttp keeps it until the connection's next
+    request, and reads on only where the end of the body has not come.
+    """
+    if type(body) is StreamReader and body._buffer and body.exception() is None:  # an empty one has no buffer
+        body.read_nowait()
 
 
 def _watched(handler: Handler) -> Handler:

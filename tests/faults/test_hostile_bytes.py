@@ -154,6 +154,45 @@ async def test_an_idle_connection_keeps_nothing_of_its_last_answer() -> None:
     await runner.cleanup()
 
 
+@pytest.mark.parametrize("comes_with_the_head", [False, True])
+async def test_an_idle_connection_keeps_nothing_of_a_body_that_nobody_has_read(
+    comes_with_the_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that had come whole was not read to its end: 4,000 connections kept 0.9 GB."""
+    kept: list[aiohttp.StreamReader] = []
+    begun = Connection.request_begun
+
+    def noted(connection: Connection, http: web.BaseRequest) -> None:
+        kept.append(http.content)
+        begun(connection, http)
+
+    monkeypatch.setattr(Connection, "request_begun", noted)
+    async with echoing() as (host, port, _):
+        reader, writer = await asyncio.open_connection(host, port)
+        head, body = b"POST /refused HTTP/1.1\r\nHost: h\r\nContent-Length: 8192\r\n\r\n", bytes(8192)
+        writer.write(head + body[: 8192 if comes_with_the_head else 4096])
+        assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"" if comes_with_the_head else body[4096:])
+        await until(lambda: kept[0].is_eof() and not kept[0]._buffer)
+        writer.write(b"GET /refused HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize(("header_bytes", "is_kept"), [(4_000, True), (6_000, False)])
+async def test_a_connection_ends_behind_a_request_with_a_large_head(header_bytes: int, is_kept: bool) -> None:
+    """aiohttp keeps a request until the next one of its connection: 4,000 idle connections kept 0.8 GB of heads."""
+    headers = {f"x-{number}": "a" * header_bytes for number in range(3)}
+    async with (
+        echoing() as (host, port, _),
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{host}:{port}/", data=b"me", headers=headers) as answer,
+    ):
+        assert await answer.read() == b"me"
+        assert answer.headers.get("Connection") == (None if is_kept else "close")
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_an_exchange_that_is_broken_off_keeps_no_port_to_the_peer(is_begun: bool) -> None:
     """The port of a connection that ends in order is taken for a minute: of 470 clients a second that leave, 28,232
