@@ -96,7 +96,7 @@ bounds: $(STAMP)
 check: test
 	$(MAKE) --jobs=2 --output-sync=target lint types clients engines
 	$(MAKE) test-slow
-	$(MAKE) test-next NEXT="$(addprefix tests/engines/test_vllm,.py _tier.py)"
+	$(MAKE) test-next NEXT="$(addprefix tests/engines/test_vllm,.py _tier.py _native.py)"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)
