@@ -11,8 +11,8 @@ from descriptors.objects import BucketCache
 from descriptors.units import parse_bytes
 from gateway.s3.request import check_bucket_name
 from objectcache.adapters.interfaces import LOOPBACK
-from objectcache.cli import serve
 from objectcache.cli.config import Config, load_config
+from objectcache.cli.listening import Tls, tls_of
 from storage_server.settings import StorageSettings
 
 PORT_MAX = 65535
@@ -124,6 +124,6 @@ def with_upstream(config: Config, options: argparse.Namespace) -> Config:
     return config.model_copy(update={"upstream": config.upstream.model_copy(update={"endpoint": options.upstream})})
 
 
-def tls_of_config(config: Config) -> serve.Tls | None:
+def tls_of_config(config: Config) -> Tls | None:
     """The gateway's certificate; None without one."""
-    return serve.tls_of(config.gateway.tls_certificate, config.gateway.tls_key)
+    return tls_of(config.gateway.tls_certificate, config.gateway.tls_key)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from objectcache.cli import serve
 from objectcache.cli.config_values import ConfigError
+from objectcache.cli.listening import Listen, listening
 from objectcache.cli.remote import endpoint_of, keys_of, region, server_options
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -49,12 +50,12 @@ def run_llama_cpp(options: argparse.Namespace) -> int:
     if not options.data.is_dir():
         raise ConfigError(f"--data {options.data}: there is no such folder; it is llama-server's --slot-save-path")
     access_key, secret_key = keys_of(options.credentials)
-    listen = serve.Listen(options.host, options.port)
+    listen = Listen(options.host, options.port)
     with Client(
         endpoint_of(options.endpoint), options.bucket, access_key=access_key, secret_key=secret_key, region=region()
     ) as client:
         serve.run(
             "objectcache llama-cpp",
-            lambda: LlamaSidecar(options.engine, options.data, client, lambda server: serve.listening(server, listen)),
+            lambda: LlamaSidecar(options.engine, options.data, client, lambda server: listening(server, listen)),
         )
     return 0

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from objectcache.cli import admin_token, serve
 from objectcache.cli.cluster import etcd_of
 from objectcache.cli.config import Config, ConfigError, load_config
+from objectcache.cli.listening import Listen, listening, tls_of
 from objectcache.cli.remote import printable
 from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, StoreSettings
@@ -93,14 +94,14 @@ def orchestrate(options: argparse.Namespace) -> int:
     from objectcache.orchestrator.process import Orchestration
     from objectcache.orchestrator.registry import EtcdRegistry
 
-    listen = serve.Listen(options.host, options.port, tls=serve.tls_of(options.tls_certificate, options.tls_key))
+    listen = Listen(options.host, options.port, tls=tls_of(options.tls_certificate, options.tls_key))
     engine_key = os.environ.get(KEY_VARIABLE)
 
     def make() -> Orchestration:
         registry = None
         if options.registry is not None:
             registry = EtcdRegistry(*etcd_of("--registry", options.registry, config.cluster))
-        return Orchestration(settings, engine_key, lambda server: serve.listening(server, listen), registry)
+        return Orchestration(settings, engine_key, lambda server: listening(server, listen), registry)
 
     try:
         serve.run("objectcache orchestrator", make)

@@ -48,6 +48,7 @@ from objectcache.cli.config import (
     load_peer_secrets,
 )
 from objectcache.cli.config_tables import BucketConfig
+from objectcache.cli.listening import Listen, tls_of
 from objectcache.cli.rereading import Apply
 from objectcache.cli.workers import worker_storage
 
@@ -194,7 +195,7 @@ def _serve(options: argparse.Namespace) -> int:
             command += [name, str(value)] if value is not None else []
         return command
 
-    listen = serve.Listen(options.host, options.port, tls=tls_of_config(config))
+    listen = Listen(options.host, options.port, tls=tls_of_config(config))
     gateway = config.gateway_settings()
     with shared_folder() if options.workers > 1 else contextlib.nullcontext():
         serve.run(
@@ -213,7 +214,7 @@ def _worker(options: argparse.Namespace) -> int:
     config = config_of(options)
     secrets = load_peer_secrets(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")
-    listen = serve.Listen(options.host, options.port, tls=tls_of_config(config), shares_port=True)
+    listen = Listen(options.host, options.port, tls=tls_of_config(config), shares_port=True)
     settings = with_upstream(config, options).storage_settings(options.data)
     gateway = config.gateway_settings().share_of(options.workers)
     serve.run(
@@ -256,7 +257,7 @@ def _storage_server(options: argparse.Namespace) -> int:
     secret_file = options.peer_secret_file or options.data / "peer-secret"
     secrets = load_peer_secrets(secret_file, create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
-    listen = replace(listen, tls=serve.tls_of(options.tls_certificate, options.tls_key, options.peer_ca))
+    listen = replace(listen, tls=tls_of(options.tls_certificate, options.tls_key, options.peer_ca))
     own = own_keys(options, config, settings)
     peers = peers_of_member(options, own, secrets)
     serve.run(
@@ -272,7 +273,7 @@ def _gateway(options: argparse.Namespace) -> int:
     require_one_storage(options)
     secrets = load_peer_secrets(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.credentials)
-    listen = serve.Listen(options.host, options.port, tls=tls_of_config(config))
+    listen = Listen(options.host, options.port, tls=tls_of_config(config))
     serve.run(
         "objectcache gateway",
         lambda: serve.GatewayServer(
@@ -284,12 +285,12 @@ def _gateway(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_listen(text: str) -> serve.Listen:
+def _parse_listen(text: str) -> Listen:
     if text.startswith("unix:"):
         path = Path(text.removeprefix("unix:"))
         path.parent.mkdir(parents=True, exist_ok=True)
-        return serve.Listen(socket_path=path)
+        return Listen(socket_path=path)
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--listen {text}: must be unix:PATH or [tcp://]HOST:PORT")
-    return serve.Listen(host.strip("[]"), int(port))
+    return Listen(host.strip("[]"), int(port))

@@ -15,7 +15,8 @@ import pytest
 
 from descriptors.peer_auth import PeerSecrets
 from objectcache.adapters.deadlines import ConnectionLimits
-from objectcache.cli.serve import Listen, StorageServer
+from objectcache.cli.listening import Listen
+from objectcache.cli.serve import StorageServer
 from storage_server.service import http_api
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from objectcache.cli.config import ConfigError
-from objectcache.cli.serve import tls_of
+from objectcache.cli.listening import tls_of
 from tests.clients.server import tls_server
 from tests.support.certificates import certificate
 from tests.support.memory import MIB, PEAK_BYTES_MAX, measure

@@ -35,7 +35,8 @@ from gateway.storage_client import RemoteStorage
 from nixl_client.objects import Path
 from nixl_client.session.timing import Timing
 from nixl_client.transports.shared_memory import allocate
-from objectcache.cli.serve import GatewayServer, Listen, StorageServer
+from objectcache.cli.listening import Listen
+from objectcache.cli.serve import GatewayServer, StorageServer
 from storage_server.settings import StorageSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, Reply, request, s3_client, signed

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
-from objectcache.cli import serve
+from objectcache.cli.listening import Listen, listening
 from objectcache.orchestrator.process import Orchestration
 from objectcache.orchestrator.registry import EtcdRegistry
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings
@@ -112,7 +112,7 @@ async def orchestrated(
     """An orchestrator in front of these engines, beside those of the settings; by default when all of them are up."""
     own = tuple(EngineSettings(engine.url) for engine in engines)
     settings = replace(settings, engines=(*settings.engines, *own))
-    made = Orchestration(settings, None, lambda server: serve.listening(server, serve.Listen()), registry)
+    made = Orchestration(settings, None, lambda server: listening(server, Listen()), registry)
     await made.start()
     bed = Bed(made, engines)
     try:

@@ -19,7 +19,8 @@ from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from nixl_client.session.signed_http import SignedHttp
-from objectcache.cli.serve import Listen, Together
+from objectcache.cli.listening import Listen
+from objectcache.cli.serve import Together
 from storage_server.kernel.data.disk import Disk
 from storage_server.service.storage import WrapSource, unwrapped_source
 from storage_server.settings import StorageSettings

@@ -19,7 +19,8 @@ from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
 from nixl_client.client import Client
 from objectcache.calibration.servers import BUCKET
-from objectcache.cli.serve import Listen, Together
+from objectcache.cli.listening import Listen
+from objectcache.cli.serve import Together
 from storage_server.cache.policies.choice import Eviction
 from storage_server.cache.policies.utility import UtilitySettings
 from storage_server.planning.extent import Extent
