@@ -99,8 +99,6 @@ class TlsConnection(asyncio.Protocol):
         """When TLS itself has last said something, by the loop's clock; None before that."""
         self._error: ssl.SSLError | None = None
         """The failure of TLS that has ended the connection."""
-        self.has_heard = False
-        """Whether the peer has said anything."""
         self._is_queued = self._is_held = self._is_open = self._is_closed = False
 
     @property
@@ -121,6 +119,11 @@ class TlsConnection(asyncio.Protocol):
             return None
         return began_s if self._answered_s is None else self._answered_s
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether TLS has said something itself, as it does to a client's greeting when all of it has come."""
+        return self._answered_s is not None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = self.app_transport.wire = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
@@ -131,7 +134,6 @@ class TlsConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
             return
-        self.has_heard = True
         self._records.add(data)
         if not self._is_queued and not self._is_held and self._turns.has_time():
             began_s = time.perf_counter()

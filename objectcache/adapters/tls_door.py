@@ -30,15 +30,15 @@ WAITING_MAX: Final = 4096
 LOOKED_AT_MAX: Final = 16
 """The next one of a line is the first that has greeted among so many."""
 GREETING_S: Final = 0.25
-"""A client begins its handshake at once, so one that has not done so by then gives its place up."""
-LATE_S: Final = 2.0
-"""A client that has not said all of what is its turn to say for so long gives its place up."""
+"""A client greets at once, in a packet or two, so one that has not done so by then gives its place up."""
+LATE_S: Final = 1.0
+"""A client that has greeted, and has not said all of what comes next for so long, gives its place up."""
 LOOK_S: Final = 0.05
 """Where connections wait for a place, handshakes that are late are looked for so often."""
 GIVEN_UP_MAX: Final = 64
 """So many places go from handshakes that are late to others at once."""
 RECORD_HEAD_BYTES, RECORD_BYTES_MAX = 5, 5 + (1 << 14)
-"""Of a record of plain text, RFC 8446, section 5.1."""
+"""A record's head has so many bytes, and a whole record of a greeting so many at most (RFC 8446, section 5.1)."""
 CONNECTION_BYTES: Final = 512 << 10
 """The memory that a connection with TLS may have."""
 ACCEPTED_MAX = 16
@@ -58,10 +58,10 @@ class _Handshake:
 
     def is_late(self, now_s: float) -> bool:
         """Whether its peer is waited for since so long that another one may have its place."""
-        since_s = self.connection.awaited_since_s(self.began_s)
-        if since_s is None or now_s - since_s < (LATE_S if self.connection.has_heard else GREETING_S):
+        since_s, is_greeted = self.connection.awaited_since_s(self.began_s), self.connection.has_answered
+        if since_s is None or now_s - since_s < (LATE_S if is_greeted else GREETING_S):
             return False
-        return self.connection.has_heard or not _has_greeted(self.accepted)  # a greeting may not have been read yet
+        return is_greeted or not _has_greeted(self.accepted)  # a greeting may not have been read yet
 
 
 class TlsDoor:

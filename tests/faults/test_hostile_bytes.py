@@ -173,7 +173,7 @@ async def test_an_idle_connection_keeps_nothing_of_a_body_that_nobody_has_read(
         writer.write(head + body[: 8192 if comes_with_the_head else 4096])
         assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"" if comes_with_the_head else body[4096:])
-        await until(lambda: kept[0].is_eof() and not kept[0]._buffer)
+        await until(kept[0].at_eof)
         writer.write(b"GET /refused HTTP/1.1\r\nHost: h\r\n\r\n")
         assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
         writer.close()
