@@ -27,8 +27,8 @@ class _Phase(Enum):
 class ConnectionLimits:
     """A connection is closed when a request's head is not complete after `header_timeout_s`, no request came for
     `keepalive_timeout_s`, or the other side took no byte of an answer for `send_idle_timeout_s`. A header has at most
-    `header_bytes_max`. Above `connections_max` idle connections and slow bodies end, or new connections are
-    refused.
+    `header_bytes_max`, and a connection ends behind a request whose head has more. Above `connections_max` idle
+    connections and slow bodies end, or new connections are refused.
     """
 
     header_timeout_s: float = 30.0

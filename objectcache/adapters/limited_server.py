@@ -35,10 +35,6 @@ from objectcache.adapters.slow_bodies import LEAST_BODY_BYTES_PER_S, BodyWatch, 
 HEADER_COUNT_MAX = 256
 PIECES_MAX = 64
 """A body has no more pieces in memory."""
-KEPT_HEAD_BYTES = 16 << 10
-"""A connection ends behind a request with a larger head: aiohttp keeps a request until the connection's next one, and
-its headers take two to four times their bytes.
-"""
 FILES_FRACTION = 0.5
 """Connections take no more than this fraction of the open files that the host allows; the rest is for stored files,
 engines and peers.
@@ -243,7 +239,7 @@ class Connection(InPieces, web.RequestHandler):
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body, self._length, self._http = http.content, http.content_length or 0, http
         self._body_watch.begun(self._clock.time())
-        if sum(len(name) + len(value) for name, value in http.raw_headers) + len(http.raw_path) > KEPT_HEAD_BYTES:
+        if _head_bytes(http) > self._limited.limits.header_bytes_max:
             http._message = http._message._replace(should_close=True)  # before its answer says that it goes on
         self._limited.idle.pop(self, None)
         self._watch.request_begun()
@@ -327,6 +323,13 @@ def _join(body: StreamReader) -> None:
         joined = b"".join(pieces)  # what was read of the first one is still at its beginning
         pieces.clear()
         pieces.append(joined)
+
+
+def _head_bytes(http: web.BaseRequest) -> int:
+    """About how many bytes the head of a request has. aiohttp keeps it until the connection's next request, in two to
+    four times as many bytes, so a connection ends behind a large one.
+    """
+    return len(http.raw_path) + sum(len(name) + len(value) for name, value in http.raw_headers)
 
 
 def _drop_unread(body: StreamReader) -> None:
