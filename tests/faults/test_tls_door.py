@@ -433,9 +433,10 @@ async def test_a_client_that_asks_for_keys_and_takes_no_answer_is_cut(tmp_path: 
     done = client.shake()
     while not done:
         connection.data_received(client.given())
+        await asyncio.sleep(0)  # on a loaded machine the rest has its turn in the next pass
         done, wire.said = client.shake(wire.said), b""
     connection.data_received(client.given())
-    assert connection.opened.done()
+    await until(connection.opened.done)
     wire.said, wire.is_taken = b"", False
     updates = 0
     while not wire.is_aborted:
