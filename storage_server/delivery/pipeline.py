@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +39,7 @@ from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
 from storage_server.delivery.uncalibrated import UncalibratedNotes
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.planning.block_checksums import checksum_bytes
@@ -56,7 +56,7 @@ from storage_server.planning.plan import (
     plan_placed,
     plan_portion,
 )
-from storage_server.planning.rows import Rows, SourceTable, make_table, spans_of
+from storage_server.planning.rows import Rows, SourceTable, by_file, make_table, spans_of
 from storage_server.planning.source import ChunkSource
 from storage_server.settings import StorageSettings
 
@@ -169,6 +169,7 @@ async def _abandon(gatherings: Sequence[_Gathering]) -> None:
     """Give up gathered payloads that will not be sent. Each gives its memory back when no thread writes to it."""
     for gathering in gatherings:
         if gathering.reading is not None:
+            gathering.reading.cancel()  # it may wait for its turn
             await finished(gathering.reading)
         if gathering.room is not None:
             gathering.room.release()
@@ -199,12 +200,12 @@ class Pipeline:
         self.meter = DeliveryMeter()
         self.deliveries = Deliveries()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
-        self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
+        self._gatherers = FileThreads(settings.gather_threads, settings.gather_threads)
 
     def close(self) -> None:
         """Wait for running gathers."""
         self.link.close()
-        self._gatherers.shutdown()
+        self._gatherers.close()
 
     @property
     def active_count(self) -> int:
@@ -436,14 +437,18 @@ class Pipeline:
             return _Gathering(payload, spans_of(rows), None, None)
         spans = np.array([[room.address, payload.nbytes]], dtype=np.int64)
         past_cache = delivery.destination.past_cache
-        work = partial(self._gather, table, payload, rows, room.address, past_cache=past_cache)
+        work = partial(self._gather, table, payload, room.address, past_cache=past_cache)
         if table.is_resident and payload.nbytes <= COPIED_HERE_BYTES_MAX:
-            work()
+            work(rows)
             return _Gathering(payload, spans, room, None)
-        reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)
-        return _Gathering(payload, spans, room, reading)
+        return _Gathering(payload, spans, room, asyncio.create_task(self._gather_in_threads(table, rows, work)))
 
-    def _gather(self, table: SourceTable, payload: Payload, rows: Rows, address: int, *, past_cache: bool) -> None:
+    async def _gather_in_threads(self, table: SourceTable, rows: Rows, work: Callable[[Rows], None]) -> None:
+        parts = by_file(rows) if self._gatherers.may_hang(table.files_of(rows)) else [rows]
+        for part in parts:
+            await self._gatherers.run_on(table.files_of(part), partial(work, part))
+
+    def _gather(self, table: SourceTable, payload: Payload, address: int, rows: Rows, *, past_cache: bool) -> None:
         gather(self._source, table, payload, rows, address, past_cache=past_cache)
         if table.landings is not None:
             self._dram.note_landed(rows)

@@ -32,6 +32,7 @@ from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import FOLDER, ExtentFiles
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Pending, Segments
 from storage_server.kernel.data.space import Space
@@ -115,6 +116,7 @@ class EmbeddedStore:
             else ladders_of(settings.compression, settings.losses, settings.scheduler.profiles),
         )
         self._io = IoThreads(IO_THREADS)
+        self._body_reads = FileThreads(IO_THREADS, IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
         self.bodies = BodyWriter(
             segments=self.segments,
@@ -124,7 +126,7 @@ class EmbeddedStore:
             io=self._io,
             bound=self.bound,
         )
-        self._body_reader = BodyReader(self.files.open, share, self._io)
+        self._body_reader = BodyReader(self.files.open, share, self._body_reads)
         self.objects = Objects(
             index=self.reader,
             files=self.files,
@@ -201,6 +203,7 @@ class EmbeddedStore:
     def close(self) -> None:
         """Finish running work and close every file."""
         self._io.close()
+        self._body_reads.close()
         self.deduplicator.close()
         if self.replacer is not None:
             self.replacer.close()

@@ -17,13 +17,13 @@ from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import ExtentFiles
-from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.index.reader import IndexReader
 from storage_server.kernel.reads import Reads
 from storage_server.kernel.rules.pins import Location
 from storage_server.planning.extent import CorruptExtentError
 
-IO_THREADS = 4
+READ_THREADS = 4
 _log = logging.getLogger(__name__)
 DELETED_CHECK_INTERVAL_S = 1.0
 
@@ -60,9 +60,9 @@ class StoreBeside:
     def __init__(self, directory: Path, open_files_max: int, buffer_bytes: int) -> None:
         self._files = FilesBeside(directory, open_files_max, Disk())
         self._index = IndexReader(directory / "index.sqlite3")
-        self._io = IoThreads(IO_THREADS)
+        self._threads = FileThreads(READ_THREADS, READ_THREADS)
         self.reads = Reads(
-            self._index, self._files, BodyReader(self._files.open, BufferShare(buffer_bytes), self._io), None
+            self._index, self._files, BodyReader(self._files.open, BufferShare(buffer_bytes), self._threads), None
         )
         self._closing: asyncio.Task[None] | None = None
 
@@ -76,7 +76,7 @@ class StoreBeside:
             self._closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._closing
-        self._io.close()
+        self._threads.close()
         self._index.close()
         self._files.close()
 

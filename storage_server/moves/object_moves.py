@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError
@@ -21,10 +22,10 @@ from storage_server.delivery.scheduler.admission import DeliveryAdmission
 from storage_server.delivery.transport.one_sided import OneSided
 from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel.data.bodies import AT_ONCE_BYTES_MAX, corrupt_is_internal
-from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.moves.buffer_path import BufferStaging, StagedBody, read_into_slots, stage_body, write_slots
 from storage_server.moves.region_body import RegionBody
-from storage_server.planning.extent import Extent, read_object
+from storage_server.planning.extent import Extent, in_one_file, read_object
 from storage_server.planning.put_plan import chunk_spans, one_run
 from storage_server.settings import StorageSettings
 
@@ -48,7 +49,7 @@ class ObjectMoves:
         self._staging = staging
         self._buffer = BufferStaging(whole)
         self._admission = DeliveryAdmission(settings.deliveries_max)
-        self._io = IoThreads(settings.gather_threads)
+        self._threads = FileThreads(settings.gather_threads, settings.gather_threads)
 
     @property
     def active_count(self) -> int:
@@ -57,7 +58,7 @@ class ObjectMoves:
 
     def close(self) -> None:
         """Wait for running reads."""
-        self._io.close()
+        self._threads.close()
 
     def require_buffer(self, nbytes: int) -> None:
         """Raises CallerError(NotImplemented) for an object that is too large to be staged whole."""
@@ -220,7 +221,11 @@ class ObjectMoves:
                     return
                 except BlockingIOError:
                     pass
-            await self._io.run(lambda: read_object(files.open.read_into, extents, start, view))
+            while view:
+                file_id, nbytes = in_one_file(extents, start, len(view))
+                read = partial(read_object, files.open.read_into, extents, start, view[:nbytes])
+                await self._threads.run_on((file_id,), read)
+                start, view = start + nbytes, view[nbytes:]
 
 
 def _require_target(head: ReadHead, target_bytes: int) -> None:

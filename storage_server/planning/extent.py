@@ -51,10 +51,21 @@ class MissingFileError(CorruptExtentError):
         self.file_id = file_id
 
 
-def file_at(extents: Sequence[Extent], start: int) -> str:
-    """The file that has the object's byte `start`; "" without extents."""
-    after = bisect_right(extents, start, key=lambda extent: extent.object_offset)
-    return extents[max(0, after - 1)].file_id if extents else ""
+def in_one_file(extents: Sequence[Extent], start: int, nbytes: int) -> tuple[str, int]:
+    """The file that has the object's byte `start`, and how many of the `nbytes` from there on lie in that file before
+    others come. "" without extents.
+    """
+    if not extents:
+        return "", nbytes
+    at = max(0, bisect_right(extents, start, key=lambda extent: extent.object_offset) - 1)
+    file_id = extents[at].file_id
+    for number in range(at + 1, len(extents)):
+        following = extents[number]
+        if following.object_offset >= start + nbytes:
+            break
+        if following.file_id != file_id:
+            return file_id, max(1, following.object_offset - start)
+    return file_id, nbytes
 
 
 def read_object(

@@ -50,6 +50,11 @@ class SourceColumn(IntEnum):
     CHUNK = 5
 
 
+def by_file(rows: Rows) -> list[Rows]:
+    """The rows of each file by themselves, and those of memory."""
+    return [rows[rows[:, Row.SOURCE] == number] for number in np.unique(rows[:, Row.SOURCE])]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceTable:
     """The sources of a prefix: `files` by number, extents as rows of `SourceColumn`, and the block checksums of all
@@ -73,6 +78,10 @@ class SourceTable:
     def is_resident(self) -> bool:
         """Whether all bytes are in memory, so that no file has to be read."""
         return not self.files
+
+    def files_of(self, rows: Rows) -> list[str]:
+        """The files that these rows read."""
+        return [self.files[number] for number in np.unique(rows[:, Row.SOURCE]).tolist() if number != RESIDENT]
 
     def rows(self, payload: Payload) -> Rows:
         """The rows of one payload: int64 of shape (n, 8). Neighbours in file and payload are joined where nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from descriptors.errors import ErrorCode, ServerError
@@ -13,9 +13,9 @@ from objectcache.adapters.threads import finished
 from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.refusals import unreachable
-from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
 from storage_server.kernel.data.open_files import OpenFiles
-from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, file_at, read_object
+from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, in_one_file, read_object
 
 BURST_S = 0.1
 """So much of a second's bytes may be read at once."""
@@ -49,7 +49,7 @@ class SharedReads:
     def __init__(self, files: OpenFiles, threads: int, bytes_per_s: float | None) -> None:
         self._files = files
         self._rate = Rate(bytes_per_s)
-        self._threads = IoThreads(threads, max(1, int(WRITER_FRACTION * threads)), writer_of)
+        self._threads = FileThreads(threads, max(1, int(WRITER_FRACTION * threads)), writer_of)
         self.failed_count = 0
         """How many reads the file system failed."""
 
@@ -57,6 +57,9 @@ class SharedReads:
         """Begin to read an object's bytes from `start` on. `note_damage` is called, in the reading thread, where they
         are not what was stored.
         """
+
+        def in_file(at: int, nbytes: int) -> tuple[str, int]:
+            return in_one_file(extents, start + at, nbytes)
 
         def read_piece(at: int, view: memoryview) -> None:
             time.sleep(self._rate.wait_s(len(view)))
@@ -73,7 +76,7 @@ class SharedReads:
                 self.failed_count += 1
                 raise unreachable(error.strerror or str(error)) from error
 
-        return SharedRead(into, read_piece, partial(self._threads.run_on, file_at(extents, start)))
+        return SharedRead(into, read_piece, in_file, self._threads)
 
     def close(self) -> None:
         """Wait for the threads."""
@@ -89,12 +92,17 @@ class SharedRead:
         self,
         into: Into,
         read_piece: Callable[[int, memoryview], None],
-        run: Callable[[Callable[[], None]], Coroutine[None, None, None]],
+        in_one_file: Callable[[int, int], tuple[str, int]],
+        threads: FileThreads,
     ) -> None:
         self._into = into
         self._read_piece = read_piece
+        self._in_one_file = in_one_file
+        self._threads = threads
+        self._next_step = into.first_bytes
+        self._progress = ReadProgress()
         self._is_ended = False
-        self.body: asyncio.Future[None] = asyncio.get_running_loop().create_task(run(self._run))
+        self.body: asyncio.Future[None] = asyncio.get_running_loop().create_task(self._read())
         self.body.add_done_callback(lambda body: body.cancelled() or body.exception())
 
     async def end(self) -> None:
@@ -103,13 +111,23 @@ class SharedRead:
         self.body.cancel()  # it may wait for its turn
         await finished(self.body)
 
-    def _run(self) -> None:
+    async def _read(self) -> None:
+        """Read the bytes of one file after the other."""
+        at, nbytes = 0, len(self._into.view)
+        while at < nbytes:
+            file_id, in_file = self._in_one_file(at, nbytes - at)
+            await self._threads.run_on((file_id,), partial(self._run, at, at + in_file), self._progress)
+            at += in_file
+
+    def _run(self, at: int, file_end: int) -> None:
         view = self._into.view
-        at, until = 0, self._into.first_bytes
-        while at < len(view):
+        while at < file_end:
             if self._is_ended:
                 raise unreachable("the read was broken off")
-            end = min(until, len(view))
+            self._progress.note()
+            end = min(self._next_step, file_end)
             self._read_piece(at, view[at:end])
-            at, until = end, end + self._into.step_bytes
-            self._into.on_step(at)
+            at = end
+            if at == self._next_step or at == len(view):
+                self._next_step += self._into.step_bytes
+                self._into.on_step(at)

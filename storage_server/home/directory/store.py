@@ -54,6 +54,7 @@ from storage_server.kernel.data.bodies import BodyReader, BodyWriter
 from storage_server.kernel.data.bound import Bound
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk, disk_error
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.segments import Segments
 from storage_server.kernel.data.space import Space
@@ -126,7 +127,7 @@ class SharedDirectory:
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(self._index)
         self._io = IoThreads(IO_THREADS)
-        self._body_reads = IoThreads(READ_THREADS, READ_THREADS_OF_WRITER, writer_of)
+        self._body_reads = FileThreads(READ_THREADS, READ_THREADS_OF_WRITER, writer_of)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self._beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)

@@ -17,6 +17,7 @@ from storage_server.kernel.data.arriving_bodies import ArrivingBody
 from storage_server.kernel.data.bound import PATIENCE_S, Bound
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
 from storage_server.kernel.data.disk import Disk, disk_error
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
 from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.kernel.data.pump import ExtentPump
@@ -24,7 +25,7 @@ from storage_server.kernel.data.segments import ExtentWriter, Pending, Segments
 from storage_server.kernel.rules.body_hashes import BodyHashes
 from storage_server.kernel.rules.rows import StoredPart
 from storage_server.planning.durability import Durability
-from storage_server.planning.extent import CorruptExtentError, Extent, aligned, file_at, read_object
+from storage_server.planning.extent import CorruptExtentError, Extent, aligned, in_one_file, read_object
 
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB
@@ -175,10 +176,10 @@ async def _once(piece: Piece) -> AsyncIterator[Piece]:
 class BodyReader:
     """Reads bytes from the disk: the next piece is read while the piece before is sent."""
 
-    def __init__(self, files: OpenFiles, share: BufferShare, io: IoThreads) -> None:
+    def __init__(self, files: OpenFiles, share: BufferShare, threads: FileThreads) -> None:
         self._files = files
         self._share = share
-        self._io = io
+        self._threads = threads
         self._buffers = BufferPool()
 
     async def pieces(self, extents: Sequence[Extent], span: ByteRange) -> AsyncGenerator[Piece, None]:
@@ -206,9 +207,10 @@ class BodyReader:
                     ahead = None
                     if start < end:
                         buffers.reverse()
-                        view = buffers[0][: min(self._share.piece_bytes, end - start)]
+                        file_id, nbytes = in_one_file(extents, start, min(self._share.piece_bytes, end - start))
+                        view = buffers[0][:nbytes]
                         read = partial(self._read, extents, start, view)
-                        ahead = asyncio.ensure_future(self._io.run_on(file_at(extents, start), read))
+                        ahead = asyncio.ensure_future(self._threads.run_on((file_id,), read))
                         start += len(view)
                     for piece in done:
                         yield piece
@@ -230,11 +232,11 @@ class BodyReader:
 
         pump = ExtentPump(
             read=read,
-            file_of=partial(file_at, extents),
+            in_one_file=partial(in_one_file, extents),
             span=span,
             share=self._share,
             buffers=self._buffers,
-            io=self._io,
+            threads=self._threads,
         )
         with self._share.joined(), closing(pump):
             yield pump

@@ -14,7 +14,7 @@ from descriptors.objects import ByteRange
 from descriptors.storage_api import SendSome
 from descriptors.units import MIB
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
-from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
 
 TURN_BYTES = 16 * MIB
 PATIENCE_S = 0.03
@@ -29,36 +29,37 @@ class Turn(Enum):
 
 
 class ExtentPump:
-    """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes of the file
-    `file_of(start)`.
+    """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes of one file:
+    `in_one_file(start, nbytes)` says of which, and how many of the bytes it has.
 
-    A turn sends at most TURN_BYTES. It waits for a full connection only within its first PATIENCE_S, and only while
-    nobody else waits for the thread.
+    A turn sends at most TURN_BYTES, all of one file. It waits for a full connection only within its first PATIENCE_S,
+    and only while nobody else waits for the thread.
     """
 
     def __init__(
         self,
         read: Callable[[int, memoryview], None],
-        file_of: Callable[[int], str],
+        in_one_file: Callable[[int, int], tuple[str, int]],
         span: ByteRange,
         share: BufferShare,
         buffers: BufferPool,
-        io: IoThreads,
+        threads: FileThreads,
     ) -> None:
         self._read = read
-        self._file_of = file_of
+        self._in_one_file = in_one_file
         self._at = span.start
         self._end = span.start + span.length
         self._share = share
         self._buffers = buffers
         self._buffer: memoryview | None = None
-        self._io = io
+        self._threads = threads
+        self._progress = ReadProgress()
         self._unsent = memoryview(b"")
 
     async def prime(self) -> None:
         """Read the first piece. Raises ServerError(InternalError)."""
         self._buffer = self._buffers.take()
-        await self._io.run_on(self._file_of(self._at), partial(self._read_next, self._buffer))
+        await self._threads.run_on((self._next_file,), partial(self._read_next, self._buffer), self._progress)
 
     def close(self) -> None:
         """Give the buffer back."""
@@ -72,10 +73,16 @@ class ExtentPump:
             raise RuntimeError("prime() was not called")
         turn = Turn.MORE
         while turn is Turn.MORE:
-            turn = await self._io.run_on(self._file_of(self._at), partial(self._turn, self._buffer, send_some, fd))
+            file_id = self._next_file
+            sending = partial(self._turn, file_id, self._buffer, send_some, fd)
+            turn = await self._threads.run_on((file_id,), sending, self._progress)
         return turn is Turn.DONE
 
-    def _turn(self, buffer: memoryview, send_some: SendSome, fd: int) -> Turn:
+    @property
+    def _next_file(self) -> str:
+        return self._in_one_file(self._at, 1)[0]
+
+    def _turn(self, file_id: str, buffer: memoryview, send_some: SendSome, fd: int) -> Turn:
         stop_at = self._at + TURN_BYTES
         patient_until_s = time.monotonic() + PATIENCE_S
         while True:
@@ -83,16 +90,18 @@ class ExtentPump:
                 try:
                     self._unsent = self._unsent[send_some(self._unsent) :]
                 except BlockingIOError:
-                    if self._io.has_queue or not _writable(fd, patient_until_s):
+                    if self._threads.has_queue or not _writable(fd, patient_until_s):
                         return Turn.BLOCKED
             if self._at == self._end:
                 return Turn.DONE
-            if self._at >= stop_at:
+            if self._at >= stop_at or self._next_file != file_id:
                 return Turn.MORE
             self._read_next(buffer)
 
     def _read_next(self, buffer: memoryview) -> None:
-        view = buffer[: min(self._share.piece_bytes, self._end - self._at)]
+        self._progress.note()
+        _, nbytes = self._in_one_file(self._at, min(self._share.piece_bytes, self._end - self._at))
+        view = buffer[:nbytes]
         self._read(self._at, view)
         self._at += len(view)
         self._unsent = view

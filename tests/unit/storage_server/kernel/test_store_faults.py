@@ -27,7 +27,7 @@ from storage_server.home.embedded import EmbeddedStore
 from storage_server.kernel.data.bodies import BodyReader
 from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.extents import ExtentFiles
-from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.open_files import OpenFiles
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums, first_bad_block
 from storage_server.planning.durability import Durability
@@ -353,8 +353,8 @@ async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() ->
                 self.filling -= 1
 
     files = HeldFiles()
-    io = IoThreads(2)
-    reader = BodyReader(files, BufferShare(MIB), io)
+    threads = FileThreads(2, 2)
+    reader = BodyReader(files, BufferShare(MIB), threads)
 
     async def read() -> None:
         async with aclosing(reader.pieces([Extent("f", 0, 8 * MIB, b"")], ByteRange(0, 8 * MIB))) as pieces:
@@ -371,7 +371,7 @@ async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() ->
     files.may_end.set()
     await asyncio.wait([task])
     assert files.filling == 0
-    io.close()
+    threads.close()
 
 
 async def test_the_committer_outlives_what_nobody_expected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

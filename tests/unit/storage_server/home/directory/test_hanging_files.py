@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.objects import ClaimedPart, CompleteRequest, PartRequest, UploadRef, UploadRequest
+from descriptors.units import MIB
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.directory import following as following_module
 from storage_server.home.directory import journal
-from storage_server.home.directory.journal import ReadJournal
+from storage_server.home.directory.journal import JournalPlace, ReadJournal
 from storage_server.home.directory.journal_thread import JournalThread
+from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules import unanswered
 from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.directory.store import READ_THREADS_OF_WRITER, SharedDirectory
-from storage_server.kernel.data import io_threads
-from tests.support.shared_bed import BUCKET, Disk, get, opened, put
+from storage_server.kernel.data import file_threads
+from tests.support.chunks import BytesBody
+from tests.support.shared_bed import BUCKET, KEY, Disk, get, opened, put
 from tests.support.waiting import until
 
 BODY = bytes(range(256)) * 1024
@@ -64,10 +68,31 @@ async def test_a_file_of_another_server_that_hangs_stops_no_read_and_no_write_of
         assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
 
 
+async def test_an_object_of_two_servers_holds_threads_of_the_one_that_hangs_alone(tmp_path: Path) -> None:
+    """Its bytes of the other server are read in turns of their own, however the pieces lie."""
+    disk = HangingDisk()
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one", disk=disk) as one:
+        await fill(other, one)
+        ref = UploadRef(BUCKET, "both", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "both")))
+        parts = [bytes(5 * MIB + 1), BODY]
+        etags = [
+            (await server.uploads.put_part(KEY, PartRequest(ref, number, len(part)), BytesBody(part))).etag
+            for number, (server, part) in enumerate(zip((one, other), parts, strict=True), start=1)
+        ]
+        claimed = [ClaimedPart(number, etag) for number, etag in enumerate(etags, start=1)]
+        await one.uploads.complete_upload(KEY, CompleteRequest(ref, claimed))
+        disk.writer = other.writer
+        hanging = [asyncio.create_task(get(one, "both")) for _ in range(READ_THREADS_OF_WRITER)]
+        await until(lambda: disk.hanging_count == READ_THREADS_OF_WRITER)
+        assert await get(one, "ours") == BODY
+        disk.answers.set()
+        assert await asyncio.gather(*hanging) == [b"".join(parts)] * len(hanging)
+
+
 async def test_a_read_behind_others_that_hang_is_told_to_slow_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_threads, "OWNER_WAIT_S", 0.0)
+    monkeypatch.setattr(file_threads, "HANGS_S", 0.0)
     disk = HangingDisk()
     async with opened(tmp_path, "other") as other, opened(tmp_path, "one", disk=disk) as one:
         await fill(other, one)
@@ -128,6 +153,61 @@ async def test_a_journal_that_hangs_stops_nobody_when_it_was_waited_for(
         await until(lambda: not one.following._thread.hanging)
         assert await get(one, "new") == BODY
         one.following.require_whole()
+
+
+async def test_a_journal_that_answers_slowly_is_read_beside_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read when it was given up is lost. So it would be given up again and again, for ever, and all calls
+    would have waited for it each time.
+    """
+    read, answers, read_in = journal.read_journal, threading.Event(), list[str]()
+
+    def hang(folder: Beneath, *rest: Any) -> ReadJournal:
+        if folder.name == other.writer:
+            read_in.append(threading.current_thread().name)
+            answers.wait(60)
+        return read(folder, *rest)
+
+    async with opened(tmp_path, "other") as other, opened(tmp_path, "one") as one:
+        await fill(other, one)
+        monkeypatch.setattr(following_module, "read_journal", hang)
+        monkeypatch.setattr(following_module, "QUICK_PART", 0.0)
+        monkeypatch.setattr(unanswered, "WAITED_S", 0.0)
+        monkeypatch.setattr(one.following._thread, "_patience_s", 0.05)
+        await put(other, "new", BODY)
+        assert await get(one, "ours") == BODY
+        monkeypatch.setattr(one.following._thread, "_patience_s", 60.0)
+        answers.set()
+        await until(lambda: one.objects._has(BUCKET, "new"))
+        by_passes = sum(name.startswith("journals") for name in read_in)
+        assert await get(one, "new") == BODY
+        assert sum(name.startswith("journals") for name in read_in) == by_passes
+        monkeypatch.setattr(following_module, "QUICK_PART", 1000.0)
+        await until(lambda: not one.following._late.writers)
+
+
+async def test_a_late_journal_that_hangs_keeps_no_other_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_threads, "HANGS_S", 0.0)
+    answers, seen = asyncio.Event(), list[str]()
+
+    async def read_piece(writer: str) -> ReadJournal:
+        if writer == "a":
+            await answers.wait()
+        seen.append(writer)
+        late.writers.discard(writer)
+        return ReadJournal(writer, JournalPlace())
+
+    async def tell_changes() -> None:
+        pass
+
+    late = LateJournals(read_piece, tell_changes)
+    for writer in ("a", "b"):
+        late.add(writer)
+    await until(lambda: seen == ["b"])
+    answers.set()
+    await until(lambda: seen == ["b", "a"])
+    await late.close()
 
 
 async def test_a_server_starts_while_a_journal_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,211 @@
+"""Threads that read files. A file may hang, and nothing ends a read that hangs: it keeps its thread, and nobody else.
+
+A read that has brought nothing for HANGS_S hangs, and gives its place to others, for which there are spare threads.
+Files have owners, by default each is its own, and reads of one owner's files have a few threads at most. While all of
+these hang, further reads are told to slow down at once: they would keep what others need, such as memory and turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.threads import to_end
+from storage_server.kernel.data.disk import disk_error
+
+HANGS_S = 4.0
+SPARE_THREADS = 32
+"""So many reads that hang give their places to others."""
+_SEVERAL = ""
+"""The owner of a read of several owners' files, of which nobody knows which one hangs."""
+_T = TypeVar("_T")
+
+
+class ReadProgress:
+    """When a long read has brought something last, by the steady clock. Used in any thread."""
+
+    def __init__(self) -> None:
+        self.at_s = float("-inf")
+
+    def note(self) -> None:
+        """It has brought something now, or begins."""
+        self.at_s = time.monotonic()
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A read of files of these owners."""
+
+    owners: frozenset[str]
+    progress: ReadProgress
+    hangs: bool = False
+    watch: asyncio.TimerHandle | None = None
+
+    @property
+    def owner(self) -> str:
+        """The one whose threads it takes."""
+        return next(iter(self.owners)) if len(self.owners) == 1 else _SEVERAL
+
+
+@dataclass(eq=False, slots=True)
+class _Owner:
+    """The reads that are under way, and those that wait for a thread."""
+
+    running: set[_Read] = field(default_factory=set)
+    waiting: deque[tuple[_Read, asyncio.Future[None]]] = field(default_factory=deque)
+
+
+class FileThreads:
+    """`count` threads, of which reads of one owner's files have at most `owner_max`; `owner_of` says whose a file is.
+    Used on one event loop.
+    """
+
+    def __init__(self, count: int, owner_max: int, owner_of: Callable[[str], str] = str) -> None:
+        self._pool = ThreadPoolExecutor(count + SPARE_THREADS, "file-reads")
+        self._count = count
+        self._owner_max = owner_max
+        self._owner_of = owner_of
+        self._running_count = 0
+        self._owners: dict[str, _Owner] = {}
+        self._order: OrderedDict[str, None] = OrderedDict()
+        """The owners for whose files reads wait: the first one is next."""
+        self._hanging: Counter[str] = Counter()
+        self._hanging_count = 0
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether a read waits for a thread."""
+        return bool(self._order)
+
+    def close(self) -> None:
+        """Finish running reads."""
+        self._pool.shutdown()
+
+    def may_hang(self, file_ids: Collection[str]) -> bool:
+        """Whether a read of files of one of these owners hangs. A reader of several files reads them one by one
+        then, so that it is known which of them hangs.
+        """
+        return bool(self._hanging) and any(self._owner_of(file_id) in self._hanging for file_id in file_ids)
+
+    async def run_on(
+        self, file_ids: Collection[str], read: Callable[[], _T], progress: ReadProgress | None = None
+    ) -> _T:
+        """Call `read`, which reads these files, to its end, even when the caller is cancelled. One that may take longer
+        than HANGS_S notes its `progress`. An OSError becomes a ServerError. Raises ServerError(SlowDown) where all
+        other reads of the owner's files hang.
+        """
+        async with self._turn(_Read(frozenset(map(self._owner_of, file_ids)), progress or ReadProgress())):
+            try:
+                return await to_end(asyncio.get_running_loop().run_in_executor(self._pool, read))
+            except OSError as error:
+                raise disk_error(error, "serving the request") from error
+
+    @asynccontextmanager
+    async def _turn(self, read: _Read) -> AsyncIterator[None]:
+        owner = self._owners.setdefault(read.owner, _Owner())
+        if self._is_stuck(read.owner, owner):
+            self._forget(read.owner, owner)
+            raise _slow_down()
+        if not owner.waiting and self._may_run(read.owner, owner):
+            self._begin(read, owner)
+        else:
+            await self._wait(read, owner)
+        try:
+            yield
+        finally:
+            self._end(read, owner)
+
+    async def _wait(self, read: _Read, owner: _Owner) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        owner.waiting.append((read, turn))
+        self._order.setdefault(read.owner)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if read in owner.running:
+                self._end(read, owner)
+            elif turn.done() and not turn.cancelled():
+                turn.exception()
+            raise
+
+    def _may_run(self, name: str, owner: _Owner) -> bool:
+        is_below = name == _SEVERAL or len(owner.running) < self._owner_max
+        return is_below and self._running_count - min(self._hanging_count, SPARE_THREADS) < self._count
+
+    def _begin(self, read: _Read, owner: _Owner) -> None:
+        self._running_count += 1
+        owner.running.add(read)
+        read.progress.note()
+        read.watch = asyncio.get_running_loop().call_later(HANGS_S, self._look_at, read)
+
+    def _end(self, read: _Read, owner: _Owner) -> None:
+        self._running_count -= 1
+        owner.running.discard(read)
+        assert read.watch is not None
+        read.watch.cancel()
+        if read.hangs:
+            self._hanging_count -= 1
+            self._hanging -= Counter(read.owners)
+        self._serve()
+        self._forget(read.owner, owner)
+
+    def _forget(self, name: str, owner: _Owner) -> None:
+        if not owner.running and not owner.waiting:
+            self._owners.pop(name, None)
+
+    def _look_at(self, read: _Read) -> None:
+        """Whether a read hangs: its place is for others then."""
+        left_s = read.progress.at_s + HANGS_S - time.monotonic()
+        if left_s > 0:
+            read.watch = asyncio.get_running_loop().call_later(left_s, self._look_at, read)
+            return
+        read.hangs = True
+        self._hanging_count += 1
+        self._hanging.update(read.owners)
+        for name in list(self._order):
+            if self._is_stuck(name, self._owners[name]):
+                self._refuse(name)
+        self._serve()
+
+    def _is_stuck(self, name: str, owner: _Owner) -> bool:
+        """Whether no thread comes free for this owner."""
+        if self._hanging_count >= self._count + SPARE_THREADS:
+            return True
+        is_full = name != _SEVERAL and len(owner.running) >= self._owner_max
+        return is_full and all(read.hangs for read in owner.running)
+
+    def _refuse(self, name: str) -> None:
+        del self._order[name]
+        waiting = self._owners[name].waiting
+        while waiting:
+            _, turn = waiting.popleft()
+            if not turn.done():
+                turn.set_exception(_slow_down())
+
+    def _serve(self) -> None:
+        """Let those begin that may, one of each owner in turn."""
+        able = deque(self._order)
+        while able:
+            name = able.popleft()
+            owner = self._owners[name]
+            while owner.waiting and owner.waiting[0][1].done():
+                owner.waiting.popleft()
+            if not owner.waiting:
+                del self._order[name]
+            elif self._may_run(name, owner):
+                read, turn = owner.waiting.popleft()
+                self._begin(read, owner)
+                turn.set_result(None)
+                self._order.move_to_end(name)
+                able.append(name)
+
+
+def _slow_down() -> ServerError:
+    return ServerError(ErrorCode.SLOW_DOWN, "the file system does not answer", retryable=True)
