@@ -50,6 +50,10 @@ LATE_AFTER = 0.25
 """A pass that takes this part of the callers' patience leaves those behind of which there is more to read: a call waits
 for two passes, and shares do not know how fast this machine is.
 """
+QUICK_PART = 0.25
+"""A late journal is waited for again when its end is read in this part of the time after which a read is given up. A
+journal that answers later would be given up again and again, and each time all calls would have waited for it.
+"""
 _HANGS = "a read of it hangs"
 _log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ class Following:
         self._clock = clock
         self._patience_s = patience_s
         self._shown_s = shown_s
-        self._thread = JournalThread(LATE_AFTER * patience_s)
+        self._thread = JournalThread(LATE_AFTER * patience_s, self._leave_behind)
         self._places: dict[str, JournalPlace] = {}
         self._shares = Shares()
         self._late = LateJournals(self._read_late, self._tell_changes)
@@ -288,10 +292,11 @@ class Following:
 
     async def _read_late(self, writer: str) -> ReadJournal:
         """Read a piece of a late journal, and carry it out."""
-        folder = Beneath(self._root, WRITERS) / writer
-        journal = await self._late.io.run(lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
+        folder, begun_s = Beneath(self._root, WRITERS) / writer, time.monotonic()
+        journal = await self._late.threads.run_on((writer,), lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
+        is_quick = time.monotonic() - begun_s < QUICK_PART * LATE_AFTER * self._patience_s
         await self._carry_out([journal])
-        if journal.is_whole:
+        if journal.is_whole and is_quick:
             self._late.writers.discard(writer)
             self.problems.note_read(writer)
         return journal
@@ -304,7 +309,7 @@ class Following:
         place, front = self._fronts[writer]
         reading = partial(read_front, Beneath(self._root, WRITERS) / writer, place, front, STEP_BYTES, LATE_ROWS)
         try:
-            journal = await self._front_readers.io.run(lambda: reading(self._clock.latest))
+            journal = await self._front_readers.threads.run_on((writer,), lambda: reading(self._clock.latest))
         except OSError:  # a newer generation has come, or it is tried again
             return ReadJournal(writer, place)
         self.problems.note_passed_over(writer, journal.passed_over)

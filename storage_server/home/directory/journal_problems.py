@@ -96,7 +96,7 @@ class JournalProblems:
 
     def note_late(self, writer: str) -> None:
         """A journal has more than others may be kept waiting for."""
-        if self._problems.get(writer) is None:
+        if self._problems.get(writer) != _LATE:
             self._say("the journal of %s: %s", writer, _LATE)
             self._problems[writer] = _LATE
 

@@ -38,8 +38,10 @@ class JournalThread:
     one is given up, since they may all lie on one disk. Used on one event loop, but for `begin`.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, on_answer: Callable[[str], None] = lambda writer: None) -> None:
+        """`on_answer` is told when a journal that was given up answers after all: what was read of it is lost."""
         self._patience_s = patience_s
+        self._on_answer = on_answer
         self._pool = ThreadPoolExecutor(1, "journals")
         self._own = threading.local()
         self.hanging: frozenset[str] = frozenset()
@@ -98,5 +100,6 @@ class JournalThread:
             if not done.cancelled():
                 done.exception()
             self.hanging -= {writer}
+            self._on_answer(writer)
 
         done.add_done_callback(answered)
