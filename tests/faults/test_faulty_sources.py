@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.client import Client
 from nixl_client.fetch.fetch_ledger import FetchLedger
+from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import SignedAnswer, SignedHttp
+from storage_server.kernel.data import file_threads
 from storage_server.planning.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
 from tests.support.servers import LocalStack
-from tests.support.sources import DamagedSource, FailingSource, SlowSource, SourceCall
+from tests.support.sources import DamagedSource, FailingSource, FileSource, SlowSource, SourceCall
 from tests.support.waiting import eventually, until
 
 KEYS, CHUNKS = make_chunks(N, LAYOUT)
@@ -227,6 +231,29 @@ class Held:
         assert self.released.wait(WAIT_S)
 
 
+class HangingFile(Held):
+    """Reads of the file of one chunk wait for `released`."""
+
+    def wrap(self, source: ChunkSource) -> ChunkSource:
+        self.files = FileSource(source, self._block)
+        return self.files
+
+    def begin(self, local: LocalStack, key: str) -> None:
+        (extent,) = local.call(at_once(partial(local.storage.store.objects.locations, BUCKET, key)))
+        self.files.file_id = extent.file_id
+
+
+async def at_once(call: Callable[[], Any]) -> Any:
+    """What `call` returns on the event loop."""
+    return call()
+
+
+def fetching(client: Client, keys: Sequence[str]) -> LayerFetch:
+    """A delivery of these chunks that goes on behind this call."""
+    buffer = client.allocate_buffer(LAYOUT.delivery_bytes(len(keys)))
+    return client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR)
+
+
 def test_a_request_whose_reads_are_slow_does_not_hold_up_another(tmp_path: Path) -> None:
     """A delivery reads a few payloads ahead at most. Here there are more gather threads than that, and more staging
     memory than the window of one delivery.
@@ -248,6 +275,28 @@ def test_a_request_whose_reads_are_slow_does_not_hold_up_another(tmp_path: Path)
                 held.released.set()
             fetch.wait(WAIT_S)
             assert buffer.tobytes() == CHUNKS.tobytes()
+
+
+def test_a_file_that_hangs_holds_up_no_delivery_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the two gather threads of a server as it is started. Each chunk has a file here."""
+    monkeypatch.setattr(file_threads, "HANGS_S", 0.1)
+    hanging = HangingFile()
+    with served(tmp_path, hanging.wrap, staging_bytes=1 << 20, packed_bytes_max=1) as local:
+        stored(local)
+        hanging.begin(local, KEYS[-1])
+        with local.client(BUCKET, "http") as client:
+            fetches = [fetching(client, KEYS) for _ in range(4)]
+            assert hanging.waits.wait(WAIT_S)
+            try:
+                buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N - 1))
+                client.fetch(KEYS[:-1], LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(WAIT_S)
+                assert buffer.tobytes() == CHUNKS[:-1].tobytes()
+            finally:
+                hanging.released.set()
+            for fetch in fetches:
+                with contextlib.suppress(ObjectCacheError):  # some were told to slow down
+                    fetch.wait(WAIT_S)
+        assert eventually(lambda: is_idle(local))
 
 
 def test_a_request_whose_open_is_slow_does_not_hold_up_another(tmp_path: Path) -> None:

@@ -112,6 +112,20 @@ class SlowSource(SourceWrapper):
         self.source.read_extent(extent, view, start)
 
 
+class FileSource(SourceWrapper):
+    """`block` is called in the thread of each read of the file `file_id`."""
+
+    def __init__(self, source: ChunkSource, block: Callable[[float], object]) -> None:
+        super().__init__(source)
+        self.file_id = ""
+        self._block = block
+
+    def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
+        if self.file_id in table.files_of(rows):
+            self._block(0.0)
+        return self.source.read_rows(table, rows, address, past_cache=past_cache)
+
+
 class SourceCall(Enum):
     """The calls of a ChunkSource that a FailingSource counts, each by itself."""
 
