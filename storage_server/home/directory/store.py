@@ -126,7 +126,7 @@ class SharedDirectory:
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(self._index)
-        self._io = IoThreads(IO_THREADS)
+        self._io, self._beside = IoThreads(IO_THREADS), IoThreads(1)
         self._body_reads = FileThreads(READ_THREADS, READ_THREADS_OF_WRITER, writer_of)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self._beat)
@@ -177,6 +177,7 @@ class SharedDirectory:
             committer=self.committer,
             reader=self.reader,
             io=self._io,
+            beside=self._beside,
         )
         self._reads = SharedReads(self.files.open, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
@@ -242,6 +243,7 @@ class SharedDirectory:
         await asyncio.to_thread(self._reads.close)
         self._io.close()
         self._body_reads.close()
+        self._beside.close()
         await asyncio.to_thread(self._beats.stop)
         self.segments.close()
         self.committer.close()

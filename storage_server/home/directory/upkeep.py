@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
@@ -50,7 +51,9 @@ class SharedUpkeep:
         committer: Committer,
         reader: IndexReader,
         io: IoThreads,
+        beside: IoThreads,
     ) -> None:
+        """In the thread of `beside` it looks at what other servers have, which may hang."""
         self._root = root
         self._writer = writer
         self._files = files
@@ -61,6 +64,7 @@ class SharedUpkeep:
         self._committer = committer
         self._reader = reader
         self._io = io
+        self._beside = beside
         self.rewritten_bytes = 0
         """How long the journal was when it had been written anew."""
         self.rewrite_from_s = float("-inf")
@@ -72,12 +76,22 @@ class SharedUpkeep:
 
     async def run(self) -> None:
         """Do all of it now and then, until cancelled."""
+        async with asyncio.TaskGroup() as works:
+            works.create_task(self._repeat(self._keep_own))
+            works.create_task(self._repeat(self._look_at_others))
+
+    async def _keep_own(self) -> None:
+        await self.delete_dead()
+        await self.shorten_journal()
+
+    async def _look_at_others(self) -> None:
+        await self.find_retired()
+        await self._beside.run(self._files.open.close_deleted)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await self.find_retired()
-                await self.delete_dead()
-                await self._io.run(self._files.open.close_deleted)
-                await self.shorten_journal()
+                await work()
             except ObjectCacheError as error:
                 _log.warning("the shared directory: %s", error)
             except Exception:
@@ -111,7 +125,7 @@ class SharedUpkeep:
         if time.monotonic() - self._checked_retired_s < RETIRED_CHECK_S:
             return
         self._checked_retired_s = time.monotonic()
-        once_named = await self._io.run(self._files_of_retired)
+        once_named = await self._beside.run(self._files_of_retired)
         if once_named:
             named = await self._reader.threaded(queries.file_ids)
             self._files.found_dead(once_named - named)

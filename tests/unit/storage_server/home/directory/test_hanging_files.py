@@ -14,14 +14,16 @@ from descriptors.objects import ClaimedPart, CompleteRequest, PartRequest, Uploa
 from descriptors.units import MIB
 from objectcache.adapters.beneath import Beneath
 from storage_server.home.directory import following as following_module
-from storage_server.home.directory import journal
+from storage_server.home.directory import journal, upkeep
 from storage_server.home.directory.journal import JournalPlace, ReadJournal
 from storage_server.home.directory.journal_thread import JournalThread
 from storage_server.home.directory.late_journals import LateJournals
 from storage_server.home.directory.rules import unanswered
 from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.directory.store import READ_THREADS_OF_WRITER, SharedDirectory
+from storage_server.home.directory.upkeep import SharedUpkeep
 from storage_server.kernel.data import file_threads
+from storage_server.kernel.data.open_files import OpenFiles
 from tests.support.chunks import BytesBody
 from tests.support.shared_bed import BUCKET, KEY, Disk, get, opened, put
 from tests.support.waiting import until
@@ -121,6 +123,29 @@ async def test_a_reader_that_goes_while_it_waits_behind_reads_that_hang_is_not_k
         assert going.cancelled()
         disk.answers.set()
         assert await asyncio.gather(*hanging) == [BODY] * len(hanging)
+
+
+async def test_files_of_others_that_hang_do_not_stop_the_upkeep_of_the_own_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else deleted files would keep their space, and the journal would grow, while a neighbour's file hangs."""
+    answers, hangs, kept = threading.Event(), threading.Event(), list[None]()
+
+    def hang(_: OpenFiles) -> None:
+        hangs.set()
+        answers.wait(60)
+
+    async def shorten_journal(_: SharedUpkeep) -> None:
+        kept.append(None)
+
+    monkeypatch.setattr(upkeep, "UPKEEP_S", 0.0)
+    monkeypatch.setattr(OpenFiles, "close_deleted", hang)
+    monkeypatch.setattr(SharedUpkeep, "shorten_journal", shorten_journal)
+    async with opened(tmp_path, "one"):
+        await until(hangs.is_set)
+        count = len(kept)
+        await until(lambda: len(kept) > count + 2)
+        answers.set()
 
 
 async def test_a_journal_that_hangs_stops_nobody_when_it_was_waited_for(
