@@ -74,6 +74,7 @@ class FileThreads:
         self._owner_of = owner_of
         self._running_count = 0
         self._owners: dict[str, _Owner] = {}
+        """Those of reads that run or wait, and no others: a store has millions of files."""
         self._order: OrderedDict[str, None] = OrderedDict()
         """The owners for whose files reads wait: the first one is next."""
         self._hanging: Counter[str] = Counter()
@@ -113,7 +114,7 @@ class FileThreads:
         if self._is_stuck(read.owner, owner):
             self._forget(read.owner, owner)
             raise _slow_down()
-        if not owner.waiting and self._may_run(read.owner, owner):
+        if not owner.waiting and self._has_place and self._is_below(read.owner, owner):
             self._begin(read, owner)
         else:
             await self._wait(read, owner)
@@ -135,9 +136,13 @@ class FileThreads:
                 turn.exception()
             raise
 
-    def _may_run(self, name: str, owner: _Owner) -> bool:
-        is_below = name == _SEVERAL or len(owner.running) < self._owner_max
-        return is_below and self._running_count - min(self._hanging_count, SPARE_THREADS) < self._count
+    @property
+    def _has_place(self) -> bool:
+        return self._running_count - min(self._hanging_count, SPARE_THREADS) < self._count
+
+    def _is_below(self, name: str, owner: _Owner) -> bool:
+        """Whether a further read of this owner's files may run, where there is a place."""
+        return name == _SEVERAL or len(owner.running) < self._owner_max
 
     def _begin(self, read: _Read, owner: _Owner) -> None:
         self._running_count += 1
@@ -183,28 +188,35 @@ class FileThreads:
 
     def _refuse(self, name: str) -> None:
         del self._order[name]
-        waiting = self._owners[name].waiting
-        while waiting:
-            _, turn = waiting.popleft()
+        owner = self._owners[name]
+        while owner.waiting:
+            _, turn = owner.waiting.popleft()
             if not turn.done():
                 turn.set_exception(_slow_down())
+        self._forget(name, owner)
 
     def _serve(self) -> None:
-        """Let those begin that may, one of each owner in turn."""
-        able = deque(self._order)
-        while able:
-            name = able.popleft()
+        """Let those begin that may, one of each owner in turn. An owner that has its most is passed over; there are
+        few such owners, however many wait.
+        """
+        passed_over = 0
+        while self._has_place and passed_over < len(self._order):
+            name = next(iter(self._order))
             owner = self._owners[name]
             while owner.waiting and owner.waiting[0][1].done():
                 owner.waiting.popleft()
             if not owner.waiting:
                 del self._order[name]
-            elif self._may_run(name, owner):
+                self._forget(name, owner)
+                continue
+            self._order.move_to_end(name)
+            if self._is_below(name, owner):
                 read, turn = owner.waiting.popleft()
                 self._begin(read, owner)
                 turn.set_result(None)
-                self._order.move_to_end(name)
-                able.append(name)
+                passed_over = 0
+            else:
+                passed_over += 1
 
 
 def _slow_down() -> ServerError:

@@ -153,3 +153,23 @@ def test_bytes_of_one_file_end_where_another_begins(start: int, nbytes: int, exp
 
 def test_no_file_has_the_bytes_of_an_empty_object() -> None:
     assert in_one_file([], 0, 0) == ("", 0)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_nothing_is_kept_of_files_that_nobody_reads(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """Whether those that waited for a thread had their turn, or have gone."""
+    never_hangs(monkeypatch)
+    running = [reads.begin("bad") for _ in range(COUNT)]
+    waiting = [reads.begin(f"good-{number}") for number in range(20)]
+    await until(lambda: len(reads.threads._order) == 20)
+    if is_cancelled:
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+    reads.answers.set()
+    await asyncio.gather(*running)
+    await asyncio.wait(waiting)
+    assert (len(reads.threads._order), len(reads.threads._owners)) == (0, 0)
+    assert await reads.begin("bad") == "bad"
