@@ -76,7 +76,7 @@ class FileThreads:
         self._owners: dict[str, _Owner] = {}
         """Those of reads that run or wait, and no others: a store has millions of files."""
         self._order: OrderedDict[str, None] = OrderedDict()
-        """The owners for whose files reads wait: the first one is next."""
+        """The owners for whose files reads wait, or have waited: the first one is next."""
         self._hanging: Counter[str] = Counter()
         self._hanging_count = 0
 
@@ -209,14 +209,18 @@ class FileThreads:
                 del self._order[name]
                 self._forget(name, owner)
                 continue
-            self._order.move_to_end(name)
-            if self._is_below(name, owner):
-                read, turn = owner.waiting.popleft()
-                self._begin(read, owner)
-                turn.set_result(None)
-                passed_over = 0
-            else:
+            if not self._is_below(name, owner):
+                self._order.move_to_end(name)
                 passed_over += 1
+                continue
+            read, turn = owner.waiting.popleft()
+            self._begin(read, owner)
+            turn.set_result(None)
+            passed_over = 0
+            if owner.waiting:
+                self._order.move_to_end(name)
+            else:
+                del self._order[name]
 
 
 def _slow_down() -> ServerError:
