@@ -124,7 +124,14 @@ class Gateway:
             status = status or begun_status(http)
             self._meter.ended(trace, status)
             if trace.code and status >= 400:
-                self._failures.note(time.time(), trace.request_id, trace.operation, trace.bucket, status, trace.code)
+                self._failures.note(
+                    time.time(),
+                    trace.request_id,
+                    operation=trace.operation,
+                    bucket=trace.bucket,
+                    status=status,
+                    code=trace.code,
+                )
             if logs_requests():
                 log_request(_line(trace, status))
 

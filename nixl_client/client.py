@@ -184,7 +184,9 @@ class Client:
 
         def put(key: str, chunk: Any) -> None:
             body = memoryview(chunk).cast("B")
-            self.http.request("PUT", f"/{self.bucket}/{key}", None, body, timeout_s, headers)
+            self.http.request(
+                "PUT", f"/{self.bucket}/{key}", query=None, body=body, timeout_s=timeout_s, headers=headers
+            )
 
         self._run_all(put, zip(chunk_keys, chunks, strict=True))
 

@@ -125,7 +125,9 @@ class ObjectPaths:
         registered = None if path is Path.TCP else self._register(buffer)
 
         def get(left_s: float) -> ObjectMoved:
-            return self._get(key, target, headers, _begin(registered, left_s), offset, length, path)
+            return self._get(
+                key, target, headers=headers, move=_begin(registered, left_s), offset=offset, length=length, path=path
+            )
 
         return self._http.retries.run(get, timeout_s or self._timeout_s)
 
@@ -143,7 +145,7 @@ class ObjectPaths:
             named = {**headers, REQUEST_ID_HEADER: move.request_id}
             stream = self._http.stream("GET", self._path_of(key), timeout_s=move.timeout_s, headers=named)
         else:
-            stream = self._with_token("GET", key, headers, move, offset, length, path)
+            stream = self._with_token("GET", key, headers=headers, move=move, offset=offset, length=length, path=path)
         body_s = 0.0
         try:
             if RDMA_REPLY_HEADER not in stream.headers:
@@ -178,7 +180,15 @@ class ObjectPaths:
         registered = None if path is Path.TCP else self._register(buffer)
 
         def put(left_s: float) -> ObjectMoved:
-            return self._put(key, target, headers or {}, _begin(registered, left_s), offset, length, path)
+            return self._put(
+                key,
+                target,
+                headers=headers or {},
+                move=_begin(registered, left_s),
+                offset=offset,
+                length=length,
+                path=path,
+            )
 
         return self._http.retries.run(put, timeout_s or self._timeout_s, if_refused if is_conditional else always)
 
@@ -195,9 +205,11 @@ class ObjectPaths:
         if path is Path.TCP:
             body = target.host_view()[offset : offset + length]
             named = {**headers, REQUEST_ID_HEADER: move.request_id}
-            answer = self._http.request_once("PUT", self._path_of(key), None, body, move.timeout_s, named)
+            answer = self._http.request_once(
+                "PUT", self._path_of(key), query=None, body=body, timeout_s=move.timeout_s, headers=named
+            )
             return move.result(length, path, answer.headers)
-        stream = self._with_token("PUT", key, headers, move, offset, length, path)
+        stream = self._with_token("PUT", key, headers=headers, move=move, offset=offset, length=length, path=path)
         stream.close()
         if RDMA_REPLY_HEADER not in stream.headers:
             raise ServerError(ErrorCode.INTERNAL_ERROR, "the answer does not say that the token was executed")
@@ -223,7 +235,15 @@ class ObjectPaths:
         registered = self._register(buffer)
 
         def put(left_s: float) -> list[str]:
-            return self._put_chunks(chunk_keys, layout, registered, offset, length, delivery, left_s)
+            return self._put_chunks(
+                chunk_keys,
+                layout,
+                registered=registered,
+                offset=offset,
+                length=length,
+                delivery=delivery,
+                timeout_s=left_s,
+            )
 
         return self._http.retries.run(put, timeout_s or self._timeout_s)
 

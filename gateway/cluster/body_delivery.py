@@ -281,7 +281,9 @@ class BodyDelivery:
         index, self.begun_count = self.begun_count, self.begun_count + 1
 
         def portion() -> Descriptor:
-            wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
+            wanted = descriptor_of(
+                self._descriptor, holding, index=index, count=index + 1, mode=self._mode, first_layer=first_layer
+            )
             return wanted.accepting(self._accept)
 
         wanted = await made_of(holding, portion)

@@ -47,7 +47,10 @@ async def list_object_versions(call: Call) -> web.StreamResponse:
     owner = await owner_of(call, request.bucket)
     page = await call.storage.objects.list_objects(call.access_key, request)
     return await xml_pages(
-        lambda: xml.versions_document(request, page, owner, key_marker, version_marker, names), _entries(page)
+        lambda: xml.versions_document(
+            request, page, owner=owner, key_marker=key_marker, version_marker=version_marker, names=names
+        ),
+        _entries(page),
     )
 
 

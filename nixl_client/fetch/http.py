@@ -161,7 +161,9 @@ class _Reading:
             nbytes = layout.delivery_bytes(self._chunk_count)
             if forms is not None:
                 nbytes = layout.num_layers * int(forms.layer_bytes.sum())
-            self._fetch.on_answer(mode, self._chunk_count, nbytes, headers, body_s, forms)
+            self._fetch.on_answer(
+                mode, self._chunk_count, transferred_bytes=nbytes, headers=headers, body_s=body_s, forms=forms
+            )
         return None
 
     def stop(self) -> None:

@@ -123,7 +123,9 @@ class SignedHttp:
         bounds all tries together, too.
         """
         return self.retries.run(
-            lambda left_s: self.request_once(method, path, query, body, left_s, headers, bytes_max),
+            lambda left_s: self.request_once(
+                method, path, query=query, body=body, timeout_s=left_s, headers=headers, bytes_max=bytes_max
+            ),
             timeout_s or self.timeout_s,
             may_repeat,
         )
@@ -141,7 +143,15 @@ class SignedHttp:
         """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest. Raises
         UnansweredError for a body of more than `bytes_max`.
         """
-        stream = self.sent(method, path, query, body, timeout_s or self.timeout_s, headers, bytes_max)
+        stream = self.sent(
+            method,
+            path,
+            query=query,
+            body=body,
+            timeout_s=timeout_s or self.timeout_s,
+            headers=headers,
+            bytes_max=bytes_max,
+        )
         try:
             return SignedAnswer(stream.headers, stream.read(bytes_max))
         finally:
@@ -158,7 +168,9 @@ class SignedHttp:
     ) -> Stream:
         """Send, once, and read the answer's head."""
         timeout_s = timeout_s or self.timeout_s
-        stream = self.sent(method, path, query, body, timeout_s, headers, ERROR_BODY_BYTES_MAX)
+        stream = self.sent(
+            method, path, query=query, body=body, timeout_s=timeout_s, headers=headers, bytes_max=ERROR_BODY_BYTES_MAX
+        )
         stream.unbounded(timeout_s)
         return stream
 

@@ -214,4 +214,4 @@ class ServerLoop(uvloop.Loop):
         flags: int = 0,
     ) -> Found:
         """The addresses of a name, or of a number. Raises OSError."""
-        return await self._names.find(host, port, family, type, proto, flags)
+        return await self._names.find(host, port, family=family, kind=type, protocol=proto, flags=flags)

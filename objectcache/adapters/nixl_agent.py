@@ -252,7 +252,9 @@ class Agent:
         theirs = np.zeros_like(ours)
         theirs[:, :2] = sinks
         theirs[:, 2] = targets[0].device_index
-        return self._post_rows("WRITE", peer, ours, "DRAM", theirs, targets[0].nixl_type)
+        return self._post_rows(
+            "WRITE", peer, ours=ours, our_type="DRAM", theirs=theirs, their_type=targets[0].nixl_type
+        )
 
     def post_read(self, peer: str, sources: Sequence[Memory], target: Memory) -> tuple[PostedTransfer, TransferState]:
         """Start reading `sources`, one after the other, into `target`. The sources are all one kind of the peer's
@@ -265,7 +267,14 @@ class Agent:
     def _post(
         self, operation: str, peer: str, ours: Sequence[Memory], theirs: Sequence[Memory]
     ) -> tuple[PostedTransfer, TransferState]:
-        return self._post_rows(operation, peer, _rows(ours), ours[0].nixl_type, _rows(theirs), theirs[0].nixl_type)
+        return self._post_rows(
+            operation,
+            peer,
+            ours=_rows(ours),
+            our_type=ours[0].nixl_type,
+            theirs=_rows(theirs),
+            their_type=theirs[0].nixl_type,
+        )
 
     def _post_rows(
         self, operation: str, peer: str, ours: np.ndarray, our_type: str, theirs: np.ndarray, their_type: str

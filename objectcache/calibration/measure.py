@@ -72,7 +72,15 @@ def measure(plan: CalibrationPlan, states: Sequence[State], transports: Sequence
     ]
     for state in states:
         with ExitStack() as stack:
-            bed = _filled(where, state, stored, max(plan.largest_bytes), transports, missing, stack)
+            bed = _filled(
+                where,
+                state,
+                stored=stored,
+                buffer_bytes=max(plan.largest_bytes),
+                transports=transports,
+                missing=missing,
+                stack=stack,
+            )
             if not bed.clients:
                 continue
             files = StoredFiles(bed.server.data_files() if state is State.COLD else [])
@@ -156,7 +164,15 @@ def measure_links(plan: LinkPlan, transports: Sequence[str], where: Where) -> di
     count = plan.together_chunks
     prefixes = [chunks.part(index * count, count) for index in range(plan.together)]
     with ExitStack() as stack:
-        bed = _filled(where, state, [chunks], plan.stored_bytes, transports, missing, stack)
+        bed = _filled(
+            where,
+            state,
+            stored=[chunks],
+            buffer_bytes=plan.stored_bytes,
+            transports=transports,
+            missing=missing,
+            stack=stack,
+        )
         moved = {transport: (list[float](), list[float]()) for transport in bed.clients}
         for round_index, transport in interleaved(list(moved), plan.runs, "what the link moves"):
             for some, rates in zip((prefixes, prefixes[:1]), moved[transport], strict=True):

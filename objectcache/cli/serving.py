@@ -201,7 +201,14 @@ def _serve(options: argparse.Namespace) -> int:
         serve.run(
             "objectcache",
             lambda: serve.Together(
-                settings, gateway, credentials, listen, options.workers, worker_command, secrets, makes=makes
+                settings,
+                gateway,
+                credentials=credentials,
+                listen=listen,
+                worker_count=options.workers,
+                worker_command=worker_command,
+                secrets=secrets,
+                makes=makes,
             ),
             rereads=_rereads_scheduler(options) | _rereads_credentials(options, credentials_file),
             keys_from=credentials_from(config, os.environ, credentials_file),
@@ -262,7 +269,9 @@ def _storage_server(options: argparse.Namespace) -> int:
     peers = peers_of_member(options, own, secrets)
     serve.run(
         "objectcache storage-server",
-        lambda: serve.StorageServer(settings, secrets, listen, own, options.advertise, peers),
+        lambda: serve.StorageServer(
+            settings, secrets, listen=listen, own=own, advertised=options.advertise, peers=peers
+        ),
         rereads=_rereads_scheduler(options) | _rereads_secrets(secrets, secret_file),
     )
     return 0

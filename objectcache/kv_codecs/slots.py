@@ -41,7 +41,9 @@ def decode_packed(packed: Bytes, runs: Sequence[Run], shape: LayerShape, places:
         else:
             steps = np.arange(count)
             rows = np.stack([start + steps * nbytes, (first + steps) * shape.nbytes], axis=1)
-            _decode_run(packed, rows, Codec(name), shape, places, kept, first, is_in_place=False)
+            _decode_run(
+                packed, rows, codec=Codec(name), shape=shape, places=places, kept=kept, first=first, is_in_place=False
+            )
         start, first = start + count * nbytes, first + count
     return kept
 
@@ -56,7 +58,9 @@ def decode_places(places: Bytes, runs: Sequence[Run], shape: LayerShape) -> Kept
         if name != Codec.EXACT.value:
             starts = (first + np.arange(count)) * shape.nbytes
             rows = np.stack([starts, starts], axis=1)
-            _decode_run(places, rows, Codec(name), shape, places, kept, first, is_in_place=True)
+            _decode_run(
+                places, rows, codec=Codec(name), shape=shape, places=places, kept=kept, first=first, is_in_place=True
+            )
         first += count
     return kept
 
@@ -102,7 +106,7 @@ def _decode_run(
     """Decode chunks of one codec, whose first is number `first` of the layer. Raises WrongChunkError."""
     if kept is not None and codec.drops_tokens:
         mine = kept[first : first + len(rows)]
-        bad = decode_dropped(source, rows, codec, shape, places, mine, is_in_place=is_in_place)
+        bad = decode_dropped(source, rows, codec=codec, shape=shape, out=places, kept=mine, is_in_place=is_in_place)
     else:
         bad = decode_many(source, rows, codec, shape, places, is_in_place=is_in_place)
     if bad >= 0:

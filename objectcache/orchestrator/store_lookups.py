@@ -119,7 +119,13 @@ class StoreLookups:
         asker.active_count += 1
         try:
             keys = await self._named(asker, published, tokens, salt)
-            return None if keys is None else await self._asked(store, breaker, asker, published, len(tokens), keys)
+            return (
+                None
+                if keys is None
+                else await self._asked(
+                    store, breaker, asker=asker, published=published, token_count=len(tokens), keys=keys
+                )
+            )
         finally:
             self._active_count -= 1
             asker.active_count -= 1

@@ -212,7 +212,14 @@ class Downlinks:
         keeper = self._own.keeper_of_agent(agent.agent_id)
         if keeper is not None and keeper.name == self._own.name:
             now_s, name = time.monotonic(), self._own.name
-            return self._shares.share(agent.agent_id, rate_bytes_per_s, name, left_bytes, whole_bytes, now_s)
+            return self._shares.share(
+                agent.agent_id,
+                rate_bytes_per_s,
+                writer=name,
+                left_bytes=left_bytes,
+                whole_bytes=whole_bytes,
+                now_s=now_s,
+            )
         self.asked_count += 1
         try:
             if keeper is None or self._keepers is None:

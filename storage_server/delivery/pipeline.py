@@ -300,7 +300,14 @@ class Pipeline:
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
             if passing is not None:
                 payload_bytes_max = passing.payload_bytes_max(payload_bytes_max, layout.per_layer_chunk_bytes)
-            plan = _plan(descriptor, mode, len(chunks), delivery.forms, payload_bytes_max, destination.landing)
+            plan = _plan(
+                descriptor,
+                mode,
+                chunk_count=len(chunks),
+                forms=delivery.forms,
+                payload_bytes_max=payload_bytes_max,
+                landing=destination.landing,
+            )
             delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             delivery.progress.planned(mode, plan.group_count, plan.delivery_bytes, layer_compute_s)
@@ -316,7 +323,9 @@ class Pipeline:
                         await held.at_least(1)
                     with coming or nullcontext():
                         arrivals = _Arrivals(coming, passing)
-                        return await self._transfer(delivery, plan, table, place, arrivals, note_damage)
+                        return await self._transfer(
+                            delivery, plan, table=table, place=place, arrivals=arrivals, note_damage=note_damage
+                        )
 
     @asynccontextmanager
     async def _opened(
@@ -356,7 +365,7 @@ class Pipeline:
             delivery.progress.rate_bytes_per_s = grant.rate_bytes_per_s
             start = _start_of(delivery, plan, grant)
             await transfer.start(start)
-            await self._send_all(delivery, plan, table, transfer, place, arrivals)
+            await self._send_all(delivery, plan, table=table, transfer=transfer, place=place, arrivals=arrivals)
             transferred_bytes = await transfer.finish()
             if delivery.forms is not None:
                 self.meter.delivered(delivery.forms)

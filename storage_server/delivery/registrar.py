@@ -101,7 +101,12 @@ class Registrar:
         if agent.downlink_bytes_per_s is None:
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "the agent's downlink is not limited", field="agent_id")
         return self.shares.share(
-            agent_id, agent.downlink_bytes_per_s, writer, left_bytes, whole_bytes, time.monotonic()
+            agent_id,
+            agent.downlink_bytes_per_s,
+            writer=writer,
+            left_bytes=left_bytes,
+            whole_bytes=whole_bytes,
+            now_s=time.monotonic(),
         )
 
     def target(self, access_key: str, target: RdmaTarget) -> tuple[RegisteredAgent, Region]:

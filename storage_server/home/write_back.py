@@ -363,7 +363,8 @@ class WriteBack:
         etag, modified_at = sent.etag or info.etag, sent.modified_at or info.modified_at
         version = dirty.version
         await self._cache.change(
-            lambda tx: transaction.mark_clean(tx, bucket, key, version, etag, modified_at), frees=True
+            lambda tx: transaction.mark_clean(tx, bucket, key=key, version=version, etag=etag, modified_at=modified_at),
+            frees=True,
         )
         if self._dirty.get(name) is dirty:
             self._drop(name)

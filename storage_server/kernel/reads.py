@@ -199,7 +199,9 @@ class Reads:
 
         async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
             return await self._index.threaded(
-                lambda db: queries.page(db, request.bucket, start, inclusive, request.prefix, limit)
+                lambda db: queries.page(
+                    db, request.bucket, start=start, inclusive=inclusive, wanted=request.prefix, limit=limit
+                )
             )
 
         return await list_page(request, fetch)

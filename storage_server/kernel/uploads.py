@@ -121,7 +121,9 @@ class Uploads:
 
         async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:
             rows = await self._reader.threaded(
-                lambda db: queries.uploads_page(db, request.bucket, key, upload_id, request.prefix, limit)
+                lambda db: queries.uploads_page(
+                    db, request.bucket, key=key, upload_id=upload_id, wanted=request.prefix, limit=limit
+                )
             )
             return [row.info for row in rows]
 

@@ -148,7 +148,14 @@ class ObjectMoves:
             for index in indices:
                 if active.stopped_by is None:
                     puts[index] = await self._put_chunk(
-                        access_key, one_sided, window, bucket, descriptor, mode, active, index
+                        access_key,
+                        one_sided,
+                        window=window,
+                        bucket=bucket,
+                        descriptor=descriptor,
+                        mode=mode,
+                        active=active,
+                        index=index,
                     )
 
         async with self._admission.admit(access_key), open_one_sided() as one_sided:

@@ -98,7 +98,12 @@ class ObjectTransfers:
         await self._store.objects.head_bucket(access_key, bucket)
         active = self._begin(access_key, descriptor.request_id, agent, region)
         work = self._moves.put_chunks(
-            access_key, lambda: self._open(agent, region, target.offset), bucket, descriptor, mode, active
+            access_key,
+            lambda: self._open(agent, region, target.offset),
+            bucket=bucket,
+            descriptor=descriptor,
+            mode=mode,
+            active=active,
         )
         return await self._requests.run(active, work)
 

@@ -93,9 +93,13 @@ class Prefixes:
         else:
             agent, region = self._registrar.target(access_key, target)
             destination = self._registrar.endpoint(agent).destination(access_key, region, target.offset)
-            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region, portion)
+            request = self._requests.begin(
+                access_key, descriptor.request_id, now_s=now_s, agent_id=agent.agent_id, region=region, portion=portion
+            )
         wrapped = self._wrap_destination(destination)
-        work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped, agent)
+        work = self._pipeline.run(
+            access_key, bucket, descriptor=descriptor, request_id=request.request_id, destination=wrapped, agent=agent
+        )
         return await self._requests.run(request, work)
 
     async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:

@@ -60,7 +60,7 @@ class SlotStore:
         with folder.made(name) as file:
             file.reserve(plan.nbytes)
             for batch in self._batches(keys, form):
-                count = self._load_batch(batch, form, plan, file, came, deadline_s)
+                count = self._load_batch(batch, form, plan=plan, data=file, first=came, deadline_s=deadline_s)
                 came += count
                 if count < len(batch):
                     break

@@ -260,7 +260,9 @@ class PageTraffic:
                 if index + 1 < len(parts):
                     with suppress(TimeoutError):  # every buffer is in use: it begins when its turn comes
                         begun.append(self._stage(names[slice(*parts[index + 1])], nbytes, time.monotonic()))
-                found = self._take(names[first:end], nbytes, begun.popleft(), write, first, deadline_s)
+                found = self._take(
+                    names[first:end], nbytes, staged=begun.popleft(), write=write, first=first, deadline_s=deadline_s
+                )
                 count += found
                 if found < end - first:
                     break

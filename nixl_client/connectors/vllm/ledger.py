@@ -236,12 +236,26 @@ class SchedulerLedger:
         if first_chunk >= end_chunk or not is_sure():
             return
         if tracked.bad_chunk is not None and tracked.bad_chunk < end_chunk:
-            self._store(request_id, tracked, tokens, block_ids, (tracked.bad_chunk, tracked.bad_chunk + 1), True)
+            self._store(
+                request_id,
+                tracked,
+                tokens=tokens,
+                block_ids=block_ids,
+                chunks=(tracked.bad_chunk, tracked.bad_chunk + 1),
+                is_repair=True,
+            )
             self._bad_until_s.pop(tracked.chains[0].keys(tokens, tracked.bad_chunk + 1)[-1], None)
             tracked.next_chunk = max(tracked.next_chunk, tracked.bad_chunk + 1)
             tracked.bad_chunk = None
         if tracked.next_chunk < end_chunk:
-            self._store(request_id, tracked, tokens, block_ids, (tracked.next_chunk, end_chunk), False)
+            self._store(
+                request_id,
+                tracked,
+                tokens=tokens,
+                block_ids=block_ids,
+                chunks=(tracked.next_chunk, end_chunk),
+                is_repair=False,
+            )
             tracked.next_chunk = end_chunk
 
     def _store(

@@ -99,7 +99,7 @@ def native_deployment(vllm_config: Any, kv_cache_config: Any, options: VllmOptio
     space = space_of(rows, cards, forms, row_bytes, epoch_of(options.model))
 
     def labels(prefix: str) -> tuple[str, ...] | None:
-        return labels_of(rows, cards, forms, options.endpoint, options.bucket, prefix)
+        return labels_of(rows, cards, forms=forms, endpoint=options.endpoint, bucket=options.bucket, prefix=prefix)
 
     return NativeDeployment(
         space=space,

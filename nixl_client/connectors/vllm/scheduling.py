@@ -173,7 +173,12 @@ class SchedulerSide:
         first = self._ledger.found_tokens(request.request_id) // self._grid.block_tokens
         hashes = request.block_hashes[first : first + token_count // self._grid.block_tokens]
         self._ledger.load(
-            request.request_id, request.all_token_ids, token_count, block_ids, hashes, request.num_preemptions
+            request.request_id,
+            request.all_token_ids,
+            token_count=token_count,
+            block_ids=block_ids,
+            hashes=hashes,
+            preemptions=request.num_preemptions,
         )
 
     def scheduled(self, request_id: str, block_ids: Sequence[int]) -> None:

@@ -102,4 +102,4 @@ def labels_of(
         if (form := forms[group.group_id]) is not None
     ]
     none_hash, tokens_per_hash = kv_cache_utils.NONE_HASH, config.cache.tokens_per_hash
-    return tier_labels(prefix, none_hash, tokens_per_hash, groups, endpoint, bucket)
+    return tier_labels(prefix, none_hash, hash_tokens=tokens_per_hash, groups=groups, endpoint=endpoint, bucket=bucket)

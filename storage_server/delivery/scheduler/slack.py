@@ -122,7 +122,14 @@ class SlackDispatch:
             course = self._courses[flow] = _Course(COMPUTE_TRUST * stated_s, now)
             course.set_pace(flow)
             layers_left = demand.layer_count - flow.layer_index
-            self._shadow.join(flow.number, demand.layer_bytes, layers_left, course.compute_s, demand.weight, now)
+            self._shadow.join(
+                flow.number,
+                demand.layer_bytes,
+                layer_count=layers_left,
+                compute_s=course.compute_s,
+                weight=demand.weight,
+                now=now,
+            )
         if now >= self._may_plan_s():
             self._plan(now)
         else:

@@ -129,7 +129,7 @@ class Steps:
             return line
         stalls = line.stalls.copy()
         stalls[index] = stall
-        return Line(stalls, *self._merged(due, size, line.owner[is_other], begin, end, stall))
+        return Line(stalls, *self._merged(due, size, owner=line.owner[is_other], begin=begin, end=end, stall=stall))
 
     def shared(self) -> Floats:
         """D of each request in seconds, if the link were shared by weight from now on and freed shares were shared

@@ -243,7 +243,7 @@ class OwnJournal:
         place = JournalPlace(self.generation, position)
         while place.position < self.end:
             found = ReadJournal("", place)
-            _read_on(self._fd, found, self.end, STEP_BYTES, STEP_ROWS, STAMP_MAX)
+            _read_on(self._fd, found, size=self.end, budget_bytes=STEP_BYTES, rows_max=STEP_ROWS, stamp_max=STAMP_MAX)
             if not found.pieces:
                 raise OSError(errno.EBADMSG, f"the journal is damaged at {place.position}: {found.problem}")
             yield found
@@ -345,7 +345,7 @@ def read_journal(
         if journal.size < journal.start.position:
             journal.problem = f"it ends at {journal.size}, and was read to {journal.start.position}"
             return journal
-        _read_on(fd, journal, journal.size, budget_bytes, rows_max, stamp_max)
+        _read_on(fd, journal, size=journal.size, budget_bytes=budget_bytes, rows_max=rows_max, stamp_max=stamp_max)
         end = journal.end
         is_at_end = not journal.pieces or (not end.inside and end.position >= journal.size)
         journal.is_whole = journal.problem is None and is_at_end
@@ -361,7 +361,7 @@ def read_front(
     journal = ReadJournal(folder.name, place)
     fd = _place(folder, place.generation).open(os.O_RDONLY)
     try:
-        _read_on(fd, journal, end, budget_bytes, rows_max, stamp_max)
+        _read_on(fd, journal, size=end, budget_bytes=budget_bytes, rows_max=rows_max, stamp_max=stamp_max)
     finally:
         os.close(fd)
     journal.is_whole = journal.end.position >= end

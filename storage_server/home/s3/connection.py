@@ -206,7 +206,7 @@ class Upstream:
             )
             del known["content-encoding"]
         try:
-            async with self.open("PUT", bucket, key, known, query, sent) as answer:
+            async with self.open("PUT", bucket, key=key, headers=known, query=query, body=sent) as answer:
                 await document_of(answer.content)
                 headers_back: Mapping[str, str] = answer.headers
         except ObjectCacheError as error:

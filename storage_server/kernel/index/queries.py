@@ -189,7 +189,7 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str], extents_max: 
 
 def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:
     """Up to `limit` objects from `start` on whose keys start with `wanted`, in UTF-8 byte order."""
-    return [found.info for found in stored_page(db, name, start, inclusive, wanted, limit)]
+    return [found.info for found in stored_page(db, name, start=start, inclusive=inclusive, wanted=wanted, limit=limit)]
 
 
 def stored_page(

@@ -113,12 +113,12 @@ class Lifecycle:
 
     async def _object_rows(self, bucket: str, after: str, inclusive: bool) -> list[StoredObject]:
         return await self._reader.threaded(
-            lambda db: queries.stored_page(db, bucket, after, inclusive, "", ROWS_PER_STEP)
+            lambda db: queries.stored_page(db, bucket, start=after, inclusive=inclusive, wanted="", limit=ROWS_PER_STEP)
         )
 
     async def _upload_rows(self, bucket: str, key: str, upload_id: str | None) -> list[StoredUpload]:
         return await self._reader.threaded(
-            lambda db: queries.uploads_page(db, bucket, key, upload_id, "", ROWS_PER_STEP)
+            lambda db: queries.uploads_page(db, bucket, key=key, upload_id=upload_id, wanted="", limit=ROWS_PER_STEP)
         )
 
 
