@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptors.descriptor import Delivery, Descriptor, OnMissing
+from descriptors.descriptor import Delivery, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.units import MIB
 from nixl_client.fetch import http as fetch_http
@@ -125,10 +125,10 @@ def test_a_part_that_is_refused_ends_the_others(
     pipeline = local.storage.pipeline
     run = pipeline.run
 
-    async def refusing(access_key: str, bucket: str, descriptor: Descriptor, request_id: str, *rest: Any) -> Any:
+    async def refusing(access_key: str, bucket: str, *, request_id: str, **rest: Any) -> Any:
         if request_id.endswith(".1"):
             raise ServerError(ErrorCode.SLOW_DOWN, "not now", retryable=True)
-        return await run(access_key, bucket, descriptor, request_id, *rest)
+        return await run(access_key, bucket, request_id=request_id, **rest)
 
     monkeypatch.setattr(pipeline, "run", refusing)
     local.hold_from_layer(2)

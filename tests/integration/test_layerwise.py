@@ -323,7 +323,7 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, m
 
     def recording(http: SignedHttp, *arguments: Any, **named: Any) -> SignedAnswer:
         answer = send(http, *arguments, **named)
-        if "layerwise" in str(arguments):
+        if "layerwise" in str((arguments, named)):
             replies.append(answer)
         return answer
 
