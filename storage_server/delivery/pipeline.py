@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,7 +170,8 @@ async def _abandon(gatherings: Sequence[_Gathering]) -> None:
     """Give up gathered payloads that will not be sent. Each gives its memory back when no thread writes to it."""
     for gathering in gatherings:
         if gathering.reading is not None:
-            gathering.reading.cancel()  # it may wait for its turn
+            if isinstance(gathering.reading, asyncio.Task):
+                gathering.reading.cancel()  # it may wait for its turn
             await finished(gathering.reading)
         if gathering.room is not None:
             gathering.room.release()
@@ -201,11 +203,13 @@ class Pipeline:
         self.deliveries = Deliveries()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = FileThreads(settings.gather_threads, settings.gather_threads)
+        self._copiers = ThreadPoolExecutor(settings.gather_threads, "copy")
 
     def close(self) -> None:
         """Wait for running gathers."""
         self.link.close()
         self._gatherers.close()
+        self._copiers.shutdown()
 
     @property
     def active_count(self) -> int:
@@ -450,9 +454,20 @@ class Pipeline:
         if table.is_resident and payload.nbytes <= COPIED_HERE_BYTES_MAX:
             work(rows)
             return _Gathering(payload, spans, room, None)
-        return _Gathering(payload, spans, room, asyncio.create_task(self._gather_in_threads(table, rows, work)))
+        if table.is_resident:  # no file that may hang
+            copying = asyncio.get_running_loop().run_in_executor(self._copiers, work, rows)
+            return _Gathering(payload, spans, room, copying)
+        files = table.files_of(rows)
+        if not self._gatherers.may_hang(files):
+            begun = self._gatherers.begin(files, partial(work, rows))
+            if begun is not None:
+                return _Gathering(payload, spans, room, begun)
+        return _Gathering(payload, spans, room, asyncio.create_task(self._gather_files(table, rows, work)))
 
-    async def _gather_in_threads(self, table: SourceTable, rows: Rows, work: Callable[[Rows], None]) -> None:
+    async def _gather_files(self, table: SourceTable, rows: Rows, work: Callable[[Rows], None]) -> None:
+        """Gather from files, in turn. Where one of them may hang they are read one by one, so that it is known which
+        one.
+        """
         parts = by_file(rows) if self._gatherers.may_hang(table.files_of(rows)) else [rows]
         for part in parts:
             await self._gatherers.run_on(table.files_of(part), partial(work, part))

@@ -1,8 +1,12 @@
 """Threads that read files. A file may hang, and nothing ends a read that hangs: it keeps its thread, and nobody else.
 
 A read that has brought nothing for HANGS_S hangs, and gives its place to others, for which there are spare threads.
-Files have owners, by default each is its own, and reads of one owner's files have a few threads at most. While all of
-these hang, further reads are told to slow down at once: they would keep what others need, such as memory and turns.
+Files have owners, by default each is its own, and reads of one owner's files may have a few threads at most. While all
+of these hang, further reads are told to slow down at once: they would keep what others need, such as memory and turns.
+
+    waiting, by owner  ──▶  at the threads, AHEAD for each  ──▶  reading
+
+A thread that is done takes the next read itself: the event loop may be busy, and would be late with each.
 """
 
 from __future__ import annotations
@@ -10,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.disk import disk_error
+from storage_server.kernel.data.replaceable_threads import Call, ReplaceableThreads
 
 HANGS_S = 4.0
+AHEAD = 8
+"""So many reads are at the threads for each of them."""
 SPARE_THREADS = 32
 """So many reads that hang give their places to others."""
 _SEVERAL = ""
@@ -45,7 +51,10 @@ class _Read:
 
     owners: frozenset[str]
     progress: ReadProgress
+    call: Call | None = None
+    has_begun: bool = False
     hangs: bool = False
+    """Another thread is in place of its own then."""
     watch: asyncio.TimerHandle | None = None
 
     @property
@@ -56,21 +65,25 @@ class _Read:
 
 @dataclass(eq=False, slots=True)
 class _Owner:
-    """The reads that are under way, and those that wait for a thread."""
+    """The reads that are at the threads, and those that wait. So many of the former hang."""
 
     running: set[_Read] = field(default_factory=set)
+    hanging_count: int = 0
     waiting: deque[tuple[_Read, asyncio.Future[None]]] = field(default_factory=deque)
 
 
 class FileThreads:
-    """`count` threads, of which reads of one owner's files have at most `owner_max`; `owner_of` says whose a file is.
-    Used on one event loop.
+    """`count` reads at a time, of which reads of one owner's files are at most `owner_max`; `owner_of` says whose a
+    file is. Where an owner may have all places, one read of it that hangs is enough for others to be told to slow
+    down. Used on one event loop.
     """
 
     def __init__(self, count: int, owner_max: int, owner_of: Callable[[str], str] = str) -> None:
-        self._pool = ThreadPoolExecutor(count + SPARE_THREADS, "file-reads")
+        self._threads = ReplaceableThreads(count, "file-reads")
         self._count = count
         self._owner_max = owner_max
+        self._owner_ahead_max = owner_max if owner_max < count else AHEAD * count
+        self._owner_hanging_max = owner_max if owner_max < count else 1
         self._owner_of = owner_of
         self._running_count = 0
         self._owners: dict[str, _Owner] = {}
@@ -82,18 +95,32 @@ class FileThreads:
 
     @property
     def has_queue(self) -> bool:
-        """Whether a read waits for a thread."""
-        return bool(self._order)
+        """Whether a read waits for a place."""
+        return bool(self._order) or self._running_count - self._hanging_count > self._count
 
     def close(self) -> None:
         """Finish running reads."""
-        self._pool.shutdown()
+        self._threads.close()
 
     def may_hang(self, file_ids: Collection[str]) -> bool:
         """Whether a read of files of one of these owners hangs. A reader of several files reads them one by one
         then, so that it is known which of them hangs.
         """
         return bool(self._hanging) and any(self._owner_of(file_id) in self._hanging for file_id in file_ids)
+
+    def begin(
+        self, file_ids: Collection[str], read: Callable[[], _T], progress: ReadProgress | None = None
+    ) -> asyncio.Future[_T] | None:
+        """The result of `run_on`, where the read can begin at once, else None. Nobody may cancel it, for its thread
+        uses the caller's memory until it ends.
+        """
+        made = _Read(frozenset(map(self._owner_of, file_ids)), progress or ReadProgress())
+        owner = self._owners.setdefault(made.owner, _Owner())
+        if self._is_stuck(owner) or not self._may_begin(made.owner, owner):
+            self._forget(made.owner, owner)
+            return None
+        self._begin(made, owner)
+        return self._submitted(made, owner, read)
 
     async def run_on(
         self, file_ids: Collection[str], read: Callable[[], _T], progress: ReadProgress | None = None
@@ -102,26 +129,33 @@ class FileThreads:
         than HANGS_S notes its `progress`. An OSError becomes a ServerError. Raises ServerError(SlowDown) where all
         other reads of the owner's files hang.
         """
-        async with self._turn(_Read(frozenset(map(self._owner_of, file_ids)), progress or ReadProgress())):
-            try:
-                return await to_end(asyncio.get_running_loop().run_in_executor(self._pool, read))
-            except OSError as error:
-                raise disk_error(error, "serving the request") from error
-
-    @asynccontextmanager
-    async def _turn(self, read: _Read) -> AsyncIterator[None]:
-        owner = self._owners.setdefault(read.owner, _Owner())
-        if self._is_stuck(read.owner, owner):
-            self._forget(read.owner, owner)
+        made = _Read(frozenset(map(self._owner_of, file_ids)), progress or ReadProgress())
+        owner = self._owners.setdefault(made.owner, _Owner())
+        if self._is_stuck(owner):
+            self._forget(made.owner, owner)
             raise _slow_down()
-        if not owner.waiting and self._has_place and self._is_below(read.owner, owner):
-            self._begin(read, owner)
+        if self._may_begin(made.owner, owner):
+            self._begin(made, owner)
         else:
-            await self._wait(read, owner)
+            await self._wait(made, owner)
+        return await to_end(self._submitted(made, owner, read))
+
+    def _submitted(self, made: _Read, owner: _Owner, read: Callable[[], _T]) -> asyncio.Future[_T]:
+        made.call = self._threads.submit(partial(self._in_turn, made, owner, read))
+        result: asyncio.Future[_T] = asyncio.wrap_future(made.call.result)
+        result.add_done_callback(lambda _: self._end(made, owner))
+        return result
+
+    def _in_turn(self, made: _Read, owner: _Owner, read: Callable[[], _T]) -> _T:
+        """Read, in a thread. Others of the owner's files may have been found to hang meanwhile."""
+        if self._is_stuck(owner):
+            raise _slow_down()
+        made.progress.note()
+        made.has_begun = True
         try:
-            yield
-        finally:
-            self._end(read, owner)
+            return read()
+        except OSError as error:
+            raise disk_error(error, "serving the request") from error
 
     async def _wait(self, read: _Read, owner: _Owner) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -136,18 +170,20 @@ class FileThreads:
                 turn.exception()
             raise
 
+    def _may_begin(self, name: str, owner: _Owner) -> bool:
+        return not owner.waiting and self._has_place and self._is_below(name, owner)
+
     @property
     def _has_place(self) -> bool:
-        return self._running_count - min(self._hanging_count, SPARE_THREADS) < self._count
+        return self._running_count - min(self._hanging_count, SPARE_THREADS) < AHEAD * self._count
 
     def _is_below(self, name: str, owner: _Owner) -> bool:
-        """Whether a further read of this owner's files may run, where there is a place."""
-        return name == _SEVERAL or len(owner.running) < self._owner_max
+        """Whether a further read of this owner's files may go to the threads, where there is room."""
+        return name == _SEVERAL or len(owner.running) < self._owner_ahead_max
 
     def _begin(self, read: _Read, owner: _Owner) -> None:
         self._running_count += 1
         owner.running.add(read)
-        read.progress.note()
         read.watch = asyncio.get_running_loop().call_later(HANGS_S, self._look_at, read)
 
     def _end(self, read: _Read, owner: _Owner) -> None:
@@ -157,6 +193,7 @@ class FileThreads:
         read.watch.cancel()
         if read.hangs:
             self._hanging_count -= 1
+            owner.hanging_count -= 1
             self._hanging -= Counter(read.owners)
         self._serve()
         self._forget(read.owner, owner)
@@ -166,25 +203,27 @@ class FileThreads:
             self._owners.pop(name, None)
 
     def _look_at(self, read: _Read) -> None:
-        """Whether a read hangs: its place is for others then."""
-        left_s = read.progress.at_s + HANGS_S - time.monotonic()
-        if left_s > 0:
+        """Whether a read hangs: its place is for others then. One that waits for its place does not."""
+        left_s = read.progress.at_s + HANGS_S - time.monotonic() if read.has_begun else HANGS_S
+        if left_s > 0 or not read.has_begun:
             read.watch = asyncio.get_running_loop().call_later(left_s, self._look_at, read)
+            return
+        if read.call is None or not self._threads.replace(read.call):
             return
         read.hangs = True
         self._hanging_count += 1
+        self._owners[read.owner].hanging_count += 1
         self._hanging.update(read.owners)
         for name in list(self._order):
-            if self._is_stuck(name, self._owners[name]):
+            if self._is_stuck(self._owners[name]):
                 self._refuse(name)
         self._serve()
 
-    def _is_stuck(self, name: str, owner: _Owner) -> bool:
-        """Whether no thread comes free for this owner."""
-        if self._hanging_count >= self._count + SPARE_THREADS:
-            return True
-        is_full = name != _SEVERAL and len(owner.running) >= self._owner_max
-        return is_full and all(read.hangs for read in owner.running)
+    def _is_stuck(self, owner: _Owner) -> bool:
+        """Whether no thread comes free for this owner. Reads of several owners' files are never so for being many."""
+        return self._hanging_count >= self._count + SPARE_THREADS or (
+            owner.hanging_count >= self._owner_hanging_max and owner is not self._owners.get(_SEVERAL)
+        )
 
     def _refuse(self, name: str) -> None:
         del self._order[name]

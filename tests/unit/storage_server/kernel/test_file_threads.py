@@ -15,6 +15,7 @@ from storage_server.planning.extent import Extent, in_one_file
 from tests.support.waiting import until
 
 COUNT = 2
+AT_THREADS = COUNT * file_threads.AHEAD
 
 
 class Reads:
@@ -62,22 +63,68 @@ async def slow_down(read: asyncio.Task[str]) -> bool:
     return refused.value.code is ErrorCode.SLOW_DOWN and refused.value.retryable
 
 
-async def test_reads_that_hang_give_their_places_to_others(reads: Reads, hangs_at_once: None) -> None:
-    hanging = [reads.begin("bad") for _ in range(COUNT)]
+async def hang(reads: Reads, *files: str) -> list[asyncio.Task[str]]:
+    """Reads of these files, which are found to hang."""
+    before = len(reads.begun)
+    hanging = [reads.begin(each) for each in files]
+    await until(lambda: len(reads.begun) == before + len(files))
+    for each in {*files}:
+        for read in list(reads.threads._owners[each].running):
+            if read.has_begun:
+                read.progress.at_s -= file_threads.HANGS_S
+                reads.threads._look_at(read)
+    return hanging
+
+
+async def test_reads_that_hang_give_their_places_to_others(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_hangs(monkeypatch)
+    hanging = await hang(reads, *["bad"] * COUNT)
     assert await reads.begin("good") == "good"
     reads.answers.set()
     assert await asyncio.gather(*hanging) == ["bad"] * COUNT
 
 
-async def test_further_reads_of_a_file_that_hangs_are_told_to_slow_down(reads: Reads, hangs_at_once: None) -> None:
+async def test_further_reads_of_a_file_that_hangs_are_told_to_slow_down(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those that wait already: they keep what others need."""
-    hanging = [reads.begin("bad") for _ in range(COUNT)]
+    never_hangs(monkeypatch)
+    running = [reads.begin("worse") for _ in range(COUNT - 1)]
+    reads.hanging.add("worse")
+    await until(lambda: len(reads.begun) == COUNT - 1)
+    begun = asyncio.create_task(hang(reads, "bad"))
+    await until(lambda: "bad" in reads.threads._owners)
     waiting = [reads.begin("bad") for _ in range(COUNT)]
+    hanging = await begun
     assert all([await slow_down(read) for read in waiting])
     assert await slow_down(reads.begin("bad"))
     reads.answers.set()
-    await asyncio.gather(*hanging)
+    await asyncio.gather(*running, *hanging)
     assert await reads.begin("bad") == "bad"
+
+
+async def test_an_owner_with_some_of_the_places_has_them_all_before_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never_hangs(monkeypatch)
+    reads = Reads(FileThreads(2 * COUNT, COUNT))
+    try:
+        first = await hang(reads, "bad")
+        second = reads.begin("bad")
+        await until(lambda: len(reads.begun) == COUNT)
+        waiting = reads.begin("bad")
+        hanging = [*first, second]
+        for read in list(reads.threads._owners["bad"].running):
+            if not read.hangs:
+                read.progress.at_s -= file_threads.HANGS_S
+                reads.threads._look_at(read)
+        assert await slow_down(waiting)
+        assert await slow_down(reads.begin("bad"))
+        reads.answers.set()
+        assert await asyncio.gather(*hanging) == ["bad"] * COUNT
+    finally:
+        reads.answers.set()
+        reads.threads.close()
 
 
 async def test_reads_wait_while_others_do_not_hang(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,33 +156,31 @@ async def test_a_long_read_that_goes_on_does_not_hang(reads: Reads, monkeypatch:
 async def test_a_reader_of_several_files_learns_that_one_of_them_may_hang(reads: Reads, hangs_at_once: None) -> None:
     """It reads them one after the other then: nobody else's reads of the good one are told to slow down."""
     several = [reads.begin("good", "bad") for _ in range(2 * COUNT)]
-    await until(lambda: len(reads.begun) == len(several))
-    assert reads.threads.may_hang(["good"])
+    await until(lambda: len(reads.begun) == len(several) and reads.threads.may_hang(["good"]))
     assert not reads.threads.may_hang(["other"])
-    assert await reads.begin("good") == "good"
     reads.answers.set()
     await asyncio.gather(*several)
     assert not reads.threads.may_hang(["good", "bad"])
+    assert await reads.begin("good") == "good"
 
 
 async def test_a_reader_that_goes_while_it_waits_is_not_kept(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     never_hangs(monkeypatch)
-    running = [reads.begin("bad") for _ in range(COUNT)]
+    running = [reads.begin("bad") for _ in range(AT_THREADS)]
     going, staying = reads.begin("bad"), reads.begin("bad")
-    await until(lambda: reads.threads.has_queue)
+    await until(lambda: bool(reads.threads._order))
     going.cancel()
     await asyncio.wait([going])
     reads.answers.set()
-    assert await asyncio.gather(*running, staying) == ["bad"] * (COUNT + 1)
-    assert len(reads.begun) == COUNT + 1
+    assert await asyncio.gather(*running, staying) == ["bad"] * (AT_THREADS + 1)
+    assert len(reads.begun) == AT_THREADS + 1
 
 
-async def test_all_is_told_to_slow_down_when_all_threads_hang(
-    reads: Reads, hangs_at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_is_told_to_slow_down_when_all_threads_hang(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_hangs(monkeypatch)
     monkeypatch.setattr(file_threads, "SPARE_THREADS", 0)
     reads.hanging = {"bad", "worse"}
-    hanging = [reads.begin(name) for name in ("bad", "worse")]
+    hanging = await hang(reads, "bad", "worse")
     assert await slow_down(reads.begin("good"))
     reads.answers.set()
     await asyncio.gather(*hanging)
@@ -161,7 +206,7 @@ async def test_nothing_is_kept_of_files_that_nobody_reads(
 ) -> None:
     """Whether those that waited for a thread had their turn, or have gone."""
     never_hangs(monkeypatch)
-    running = [reads.begin("bad") for _ in range(COUNT)]
+    running = [reads.begin("bad") for _ in range(AT_THREADS)]
     waiting = [reads.begin(f"good-{number}") for number in range(20)]
     await until(lambda: len(reads.threads._order) == 20)
     if is_cancelled:
