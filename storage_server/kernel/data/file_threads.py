@@ -22,7 +22,7 @@ from typing import TypeVar
 from descriptors.errors import ErrorCode, ServerError
 from objectcache.adapters.threads import to_end
 from storage_server.kernel.data.disk import disk_error
-from storage_server.kernel.data.replaceable_threads import Call, ReplaceableThreads
+from storage_server.kernel.data.replaceable_threads import ReplaceableThreads, ThreadCall
 
 HANGS_S = 4.0
 AHEAD = 8
@@ -51,7 +51,7 @@ class _Read:
 
     owners: frozenset[str]
     progress: ReadProgress
-    call: Call | None = None
+    call: ThreadCall | None = None
     has_begun: bool = False
     hangs: bool = False
     """Another thread is in place of its own then."""

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class Call:
+class ThreadCall:
     """A call that is under way, or waits for a thread."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
@@ -39,21 +39,21 @@ class ReplaceableThreads:
     def __init__(self, count: int, name: str) -> None:
         self._count = count
         self._name = name
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[ThreadCall | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._started_count = 0
 
-    def submit(self, action: Callable[[], Any]) -> Call:
+    def submit(self, action: Callable[[], Any]) -> ThreadCall:
         """Have a thread call `action`."""
-        call = Call(action)
+        call = ThreadCall(action)
         self._calls.put(call)
         if self._started_count < self._count:
             self._started_count += 1
             self._start()
         return call
 
-    def replace(self, call: Call) -> bool:
+    def replace(self, call: ThreadCall) -> bool:
         """Start another thread in place of the one that is in this call; False where the call is over."""
         with self._lock:
             if call.is_over:
