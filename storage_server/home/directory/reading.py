@@ -62,7 +62,6 @@ class SharedReads:
             return in_one_file(extents, start + at, nbytes)
 
         def read_piece(at: int, view: memoryview) -> None:
-            time.sleep(self._rate.wait_s(len(view)))
             try:
                 read_object(self._files.read_into, extents, start + at, view)
             except MissingFileError as error:
@@ -76,7 +75,7 @@ class SharedReads:
                 self.failed_count += 1
                 raise unreachable(error.strerror or str(error)) from error
 
-        return SharedRead(into, read_piece, in_file, self._threads)
+        return SharedRead(into, read_piece, in_file, self._rate, self._threads)
 
     def close(self) -> None:
         """Wait for the threads."""
@@ -93,11 +92,13 @@ class SharedRead:
         into: Into,
         read_piece: Callable[[int, memoryview], None],
         in_one_file: Callable[[int, int], tuple[str, int]],
+        rate: Rate,
         threads: FileThreads,
     ) -> None:
         self._into = into
         self._read_piece = read_piece
         self._in_one_file = in_one_file
+        self._rate = rate
         self._threads = threads
         self._next_step = into.first_bytes
         self._progress = ReadProgress()
@@ -124,8 +125,10 @@ class SharedRead:
         while at < file_end:
             if self._is_ended:
                 raise unreachable("the read was broken off")
-            self._progress.note()
             end = min(self._next_step, file_end)
+            pause_s = self._rate.wait_s(end - at)
+            self._progress.note(pause_s)  # who waits for the rate does not hang
+            time.sleep(pause_s)
             self._read_piece(at, view[at:end])
             at = end
             if at == self._next_step or at == len(view):

@@ -40,9 +40,9 @@ class ReadProgress:
     def __init__(self) -> None:
         self.at_s = float("-inf")
 
-    def note(self) -> None:
-        """It has brought something now, or begins."""
-        self.at_s = time.monotonic()
+    def note(self, pause_s: float = 0.0) -> None:
+        """It has brought something now, or begins, and goes on after a pause of its own."""
+        self.at_s = time.monotonic() + pause_s
 
 
 @dataclass(eq=False, slots=True)

@@ -146,6 +146,10 @@ async def test_a_long_read_that_goes_on_does_not_hang(reads: Reads, monkeypatch:
     (read,) = reads.threads._owners["bad"].running
     reads.threads._look_at(read)
     assert not reads.threads.may_hang(["bad"])
+    progress.note(pause_s=file_threads.HANGS_S)
+    progress.at_s -= file_threads.HANGS_S
+    reads.threads._look_at(read)
+    assert not reads.threads.may_hang(["bad"])
     progress.at_s -= file_threads.HANGS_S
     reads.threads._look_at(read)
     assert reads.threads.may_hang(["bad"])
