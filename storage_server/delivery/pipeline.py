@@ -40,7 +40,7 @@ from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
 from storage_server.delivery.uncalibrated import UncalibratedNotes
-from storage_server.kernel.data.file_threads import FileThreads
+from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.planning.block_checksums import checksum_bytes
@@ -64,6 +64,8 @@ from storage_server.settings import StorageSettings
 GATHERED_AHEAD_MAX = 2
 JOINED_HERE_BYTES_MAX = 4 * MIB
 """So many checksums are joined in a millisecond or two."""
+SEEK_S = 0.02
+"""A gather may take so much longer for each place that it reads: a busy disk that spins needs it."""
 COPIED_HERE_BYTES_MAX = 256 * KIB
 """Payloads up to this size are gathered on the event loop when all their bytes are resident: copying them takes tens of
 microseconds, less than the hand-over to a thread. Bytes in files always go to a thread, because reads may block.
@@ -459,7 +461,7 @@ class Pipeline:
             return _Gathering(payload, spans, room, copying)
         files = table.files_of(rows)
         if not self._gatherers.may_hang(files):
-            begun = self._gatherers.begin(files, partial(work, rows))
+            begun = self._gatherers.begin(files, partial(work, rows), ReadProgress(len(rows) * SEEK_S))
             if begun is not None:
                 return _Gathering(payload, spans, room, begun)
         return _Gathering(payload, spans, room, asyncio.create_task(self._gather_files(table, rows, work)))
@@ -470,7 +472,7 @@ class Pipeline:
         """
         parts = by_file(rows) if self._gatherers.may_hang(table.files_of(rows)) else [rows]
         for part in parts:
-            await self._gatherers.run_on(table.files_of(part), partial(work, part))
+            await self._gatherers.run_on(table.files_of(part), partial(work, part), ReadProgress(len(part) * SEEK_S))
 
     def _gather(self, table: SourceTable, payload: Payload, address: int, rows: Rows, *, past_cache: bool) -> None:
         gather(self._source, table, payload, rows, address, past_cache=past_cache)

@@ -35,9 +35,12 @@ _T = TypeVar("_T")
 
 
 class ReadProgress:
-    """When a long read has brought something last, by the steady clock. Used in any thread."""
+    """When a long read has brought something last, by the steady clock. One of many places says nothing in between, and
+    may take `first_s` longer. Used in any thread.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = 0.0) -> None:
+        self.first_s = first_s
         self.at_s = float("-inf")
 
     def note(self, pause_s: float = 0.0) -> None:
@@ -150,7 +153,7 @@ class FileThreads:
         """Read, in a thread. Others of the owner's files may have been found to hang meanwhile."""
         if self._is_stuck(owner):
             raise _slow_down()
-        made.progress.note()
+        made.progress.note(made.progress.first_s)
         made.has_begun = True
         try:
             return read()

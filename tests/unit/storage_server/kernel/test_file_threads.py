@@ -157,6 +157,22 @@ async def test_a_long_read_that_goes_on_does_not_hang(reads: Reads, monkeypatch:
     assert await reading == "bad"
 
 
+async def test_a_read_of_many_places_may_take_longer(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be a seek of a disk that spins, and nothing is said in between."""
+    never_hangs(monkeypatch)
+    progress = file_threads.ReadProgress(first_s=file_threads.HANGS_S)
+    reading = reads.threads.begin(("bad",), lambda: reads._read(("bad",)), progress)
+    assert reading is not None
+    await until(lambda: bool(reads.begun))
+    (read,) = reads.threads._owners["bad"].running
+    for may_hang in (False, True):
+        progress.at_s -= file_threads.HANGS_S
+        reads.threads._look_at(read)
+        assert reads.threads.may_hang(["bad"]) == may_hang
+    reads.answers.set()
+    assert await reading == "bad"
+
+
 async def test_a_reader_of_several_files_learns_that_one_of_them_may_hang(reads: Reads, hangs_at_once: None) -> None:
     """It reads them one after the other then: nobody else's reads of the good one are told to slow down."""
     several = [reads.begin("good", "bad") for _ in range(2 * COUNT)]
