@@ -175,7 +175,7 @@ async def test_a_journal_that_hangs_stops_nobody_when_it_was_waited_for(
         with pytest.raises(ServerError):
             one.following.require_whole()
         answers.set()
-        await until(lambda: not one.following._thread.hanging)
+        await until(lambda: not (one.following._thread.hanging or one.following._late.writers))
         assert await get(one, "new") == BODY
         one.following.require_whole()
 
