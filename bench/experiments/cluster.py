@@ -23,7 +23,7 @@ from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled
 from bench.core.show import Json, Section, table, targets
 from bench.experiments.cluster_downlinks import simulated_downlinks
-from bench.experiments.cluster_simulated import Placed, figure_3
+from bench.paper.cluster_figure_3 import Placed, figure_3
 from bench.paper.cluster_table_7 import Mover, table_7
 from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor

@@ -11,7 +11,7 @@ import pytest
 
 from bench.experiments.cluster import CLUSTER, split_samples
 from bench.experiments.cluster_downlinks import simulated_downlinks
-from bench.experiments.cluster_simulated import Placed, figure_3
+from bench.paper.cluster_figure_3 import Placed, figure_3
 from bench.paper.cluster_table_7 import Mover
 from descriptors.layout import ChunkLayout
 

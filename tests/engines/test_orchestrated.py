@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 
 from bench.beds.kv_peers.work import S3Target
+from bench.beds.orchestrators import ADMIN, await_engine, orchestrator_process
 from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
-from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
 from objectcache.orchestrator.tokenizer import LocalTokenizer, TokenizerFiles
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.multi_models import RANK, make_adapter

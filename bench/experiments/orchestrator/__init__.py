@@ -1,1 +1,1 @@
-"""`bench orchestrator`: routing decisions, simulated, live, and what they cost."""
+"""`bench orchestrator`: routing decisions, what they cost, and engines that share a store."""

@@ -6,13 +6,10 @@ import asyncio
 import multiprocessing
 import os
 import random
-import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,11 +19,10 @@ from typing import Any
 import aiohttp
 
 from bench.beds.canned_engines import MODEL
-from bench.beds.processes import BaselineError, Child, await_ready, end, free_port, running_program
+from bench.beds.orchestrators import START_S, await_engine, orchestrator_process
+from bench.beds.processes import BaselineError, Child, await_ready, free_port, running_program
 from objectcache.adapters.etcd import Etcd, EtcdError
-from objectcache.calibration.origin import python_path
 from objectcache.calibration.samples import spread
-from objectcache.cli import admin_token
 from objectcache.orchestrator.engine import Engine
 from objectcache.orchestrator.metadata import Metadata
 from objectcache.orchestrator.metadata_blocks import CacheEntry
@@ -41,8 +37,6 @@ from objectcache.orchestrator.settings import EngineSettings
 
 BLOCK_TOKENS = 16
 WARM_STREAMS = 50
-READY = "is listening on "
-START_S = 30.0
 ETCD_ASKED_EVERY_S = 0.02
 _CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -133,52 +127,6 @@ def streams(stream_count: int, piece_count: int, at_once: int) -> dict[str, Any]
 
 
 LONG_PIECES, LONG_ROUNDS = 2000, 9
-
-
-ADMIN_TOKEN = secrets.token_hex(16)
-"""The token of the orchestrators that this process starts."""
-ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
-
-
-@contextmanager
-def orchestrator_process(
-    engines: Sequence[str], *options: str, environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, int]]:
-    """An orchestrator in a process of its own: its address, and its pid."""
-    command = [sys.executable, "-m", "objectcache", "orchestrator", "--port", "0", *options]
-    for engine in engines:
-        command += ["--engine", engine]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": python_path(), admin_token.VARIABLE: ADMIN_TOKEN, **(environment or {})},
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().decode()
-        if READY not in line:
-            raise BaselineError(f"the orchestrator does not start: {line!r}")
-        yield line.strip().partition(READY)[2], process.pid
-    finally:
-        process.terminate()
-        end(process)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def await_engine(url: str) -> None:
-    """Return when the orchestrator can send requests on. Raises BaselineError."""
-
-    async def wait() -> None:
-        async with aiohttp.ClientSession() as http:
-            for _ in range(round(START_S / 0.05)):
-                async with http.get(f"{url}/health") as answer:
-                    if answer.status == 200:
-                        return
-                await asyncio.sleep(0.05)
-        raise BaselineError("the orchestrator has no engine")
-
-    asyncio.run(wait())
 
 
 def _streamed(url: str, pid: int | None, count: int, pieces: int, at_once: int) -> Streamed:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.beds.orchestrators import ADMIN, await_engine, orchestrator_process
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_servers import MODEL, TEXT, VllmServer, vllm_servers
-from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
 from objectcache.demo.weights import NoWeightsError, models_folder, smollm2
 
 BUCKET = "kv-cache"

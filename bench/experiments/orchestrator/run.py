@@ -16,8 +16,8 @@ from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, interval
 from bench.core.show import Json, Section, table, targets
 from bench.experiments.orchestrator.cost import decisions, etcd_times, metadata_times, streams
-from bench.experiments.orchestrator.live import WrongTokensError, live, live_bed, serving
 from bench.experiments.orchestrator.shared import live_shared, simulated_shared
+from bench.paper.orchestrator.live import WrongTokensError, live, live_bed, serving
 from bench.paper.orchestrator.model import model
 from bench.paper.orchestrator.simulated import regret, simulated
 from objectcache.calibration.samples import spread

@@ -15,12 +15,12 @@ import aiohttp
 import numpy as np
 
 from bench.beds.kv_peers.work import S3Target
+from bench.beds.orchestrators import ADMIN, orchestrator_process
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer
 from bench.core.rounds import interval
-from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
-from bench.experiments.orchestrator.live import REQUEST_S, WARM_REQUESTS, WrongTokensError, block_tokens
+from bench.paper.orchestrator.live import REQUEST_S, WARM_REQUESTS, WrongTokensError, block_tokens
 from objectcache.calibration.samples import progress_bar, spread
 from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.simulation import SimulatedEngine, SimulatedRequest, Simulation, summary

@@ -18,11 +18,11 @@ import numpy as np
 
 from bench.beds.counters import counted
 from bench.beds.kv_peers.work import S3Target
+from bench.beds.orchestrators import ADMIN, orchestrator_process
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
-from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
 from bench.paper.tiers.replay import Trace, read
 from objectcache.calibration.samples import progress_bar, spread
 from objectcache.orchestrator.rules.policies import PolicyName
