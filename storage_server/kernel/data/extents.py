@@ -163,7 +163,6 @@ class ExtentFiles:
             self._space.doom_file(file_id)
         if freed.holes:
             self._space.doom(freed.holes)
-        self.open.close_idle()
         return freed
 
     def count(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import threading
@@ -15,15 +16,15 @@ from storage_server.kernel.data.disk import Disk
 from storage_server.planning.block_checksums import BLOCK_BYTES, first_bad_block
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError
 
-IDLE_FILES_MAX = 512
 Read = Callable[[int, memoryview, int], int]
 
 
 class OpenFiles:
     """At most `open_files_max` descriptors, and no more than half of what the host allows, those less that
-    `direct_threads` may open. `place` says where a file lies, and `is_pinned` whether it stays open: that is asked
-    under `lock`, which is held while a file becomes pinned. `errors_are_damage` says whether bytes that cannot be read
-    count as damaged. Methods may be called from any thread.
+    `direct_threads` may open. A file stays open until it is deleted, or another needs its room. `place` says where a
+    file lies, and `is_pinned` whether it keeps its room: that is asked under `lock`, which is held while a file becomes
+    pinned. `errors_are_damage` says whether bytes that cannot be read count as damaged. Methods may be called from any
+    thread.
     """
 
     def __init__(
@@ -138,20 +139,19 @@ class OpenFiles:
                 os.close(fd)
                 self._fds.move_to_end(file_id)
                 return self._fds[file_id], False
-            self.close_idle(self._open_files_max - 1)
+            self._make_room()
             if len(self._fds) >= self._open_files_max:
                 return fd, True
             self._fds[file_id] = fd
             return fd, False
 
-    def close_idle(self, keep: int = IDLE_FILES_MAX) -> None:
-        """Close descriptors of unpinned files, the longest unused first, until `keep` are left. The caller must hold
-        the lock.
-        """
-        if len(self._fds) <= keep:
-            return
-        for file_id in [name for name in self._fds if not self._is_pinned(name)][: len(self._fds) - keep]:
-            os.close(self._fds.pop(file_id))
+    def _make_room(self) -> None:
+        """Close files that nobody reads, the longest unused first, until one more may be opened."""
+        surplus = len(self._fds) + 1 - self._open_files_max
+        if surplus > 0:
+            idle = (file_id for file_id in self._fds if not self._is_pinned(file_id))
+            for file_id in list(itertools.islice(idle, surplus)):  # no further ones are looked at: reads wait for this
+                os.close(self._fds.pop(file_id))
 
     def forget(self, file_id: str) -> None:
         """Close a file that is about to be deleted."""
