@@ -66,8 +66,9 @@ class ReplaceableThreads:
         """Wait for all calls."""
         for _ in range(self._started_count):
             self._calls.put(None)
-        while self._threads:
-            next(iter(self._threads)).join()
+        while threads := tuple(self._threads):  # they leave by themselves
+            for thread in threads:
+                thread.join()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.kernel.data import file_threads
 from storage_server.kernel.data.file_threads import FileThreads
+from storage_server.kernel.data.replaceable_threads import ReplaceableThreads
 from storage_server.planning.extent import Extent, in_one_file
 from tests.support.waiting import until
 
@@ -238,3 +239,17 @@ async def test_nothing_is_kept_of_files_that_nobody_reads(
     await asyncio.wait(waiting)
     assert (len(reads.threads._order), len(reads.threads._owners)) == (0, 0)
     assert await reads.begin("bad") == "bad"
+
+
+def test_a_pool_closes_while_its_threads_leave_by_themselves() -> None:
+    """A stop failed where the last one left between two looks."""
+
+    class Leaving(set[threading.Thread]):
+        def __iter__(self) -> Iterator[threading.Thread]:
+            self.clear()
+            return super().__iter__()
+
+    pool = ReplaceableThreads(1, "reads")
+    pool._threads = Leaving()
+    assert pool.submit(lambda: 1).result.result() == 1
+    pool.close()
