@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
 import socket
@@ -22,6 +23,8 @@ from objectcache.calibration.origin import python_path
 POLL_INTERVAL_S = 50e-6
 ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
+PORTS, PORTS_TRIED = range(20_000, 32_768), 64
+"""Below those that outgoing connections have: one of these may have a port before its program listens."""
 PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _READ_BYTES = 1 << 16
 
@@ -214,10 +217,11 @@ def is_listening(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """A port of loopback that nobody listens on. Raises BaselineError."""
+    for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise BaselineError("no port of loopback is free")
 
 
 def failure_of(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> str | None:

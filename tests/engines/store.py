@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -163,9 +162,3 @@ def tier_options(endpoint: str, **options: Json) -> dict[str, Json]:
         **engine,
         **options,
     }
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

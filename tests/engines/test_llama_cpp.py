@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
+from bench.beds.processes import free_port
 from nixl_client.connectors.llama_cpp.slot_store import RUN_TOKENS
 from tests.engines.llama_models import make_adapter, make_llama, make_windowed
 from tests.engines.llama_run import LlamaAnswer, ask, asked, llama_server, sidecar
-from tests.engines.store import BUCKET, Store, free_port, running_store
+from tests.engines.store import BUCKET, Store, running_store
 from tests.support.requests import s3_client
 from tests.support.waiting import eventually
 

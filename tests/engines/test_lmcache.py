@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.lmcache_run import LMCache, lmcache
-from tests.engines.store import BUCKET, Store, free_port, running_store
+from tests.engines.store import BUCKET, Store, running_store
 from tests.support.tree import repository
 from tests.support.waiting import eventually
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.conftest import Engines, Reference
 from tests.engines.messages import Json
 from tests.engines.model import make_model
 from tests.engines.multi_engine import Launch, live_engines, object_cache, several
 from tests.engines.prompts import shared_prefixes, unrelated
-from tests.engines.store import Store, free_port
+from tests.engines.store import Store
 
 pytestmark = pytest.mark.timeout(300)
 NIXL: dict[str, Json] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.conftest import Reference
 from tests.engines.engine import EngineError, await_true
 from tests.engines.environment import engine_python, engine_variables
@@ -23,7 +24,7 @@ from tests.engines.model import TOKEN_BYTES, make_model
 from tests.engines.multi_engine import object_cache
 from tests.engines.multi_models import make_tokenizer
 from tests.engines.prompts import unrelated
-from tests.engines.store import Store, free_port
+from tests.engines.store import Store
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engines_full, pytest.mark.timeout(600)]

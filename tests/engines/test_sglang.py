@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.hostile_store import Malice, hostile_store
 from tests.engines.messages import Json
 from tests.engines.sglang_run import SGLang, seaweedfs_options, sglang
-from tests.engines.store import Store, free_port, running_store
+from tests.engines.store import Store, running_store
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import s3_client
 from tests.support.tree import repository

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from descriptors.errors import ObjectCacheError
 from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import await_true
@@ -30,7 +31,7 @@ from tests.engines.failing import (
 from tests.engines.messages import Moment
 from tests.engines.prompts import unrelated
 from tests.engines.small_disk import small_disk
-from tests.engines.store import Store, connector_options, free_port, running_store
+from tests.engines.store import Store, connector_options, running_store
 
 pytestmark = pytest.mark.timeout(300)
 TRANSPORTS = ["shm", pytest.param("http", marks=pytest.mark.engines_full)]

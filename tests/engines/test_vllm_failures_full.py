@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import await_true
 from tests.engines.failing import (
@@ -27,7 +28,7 @@ from tests.engines.failing import (
 from tests.engines.messages import Json, Moment
 from tests.engines.prompts import batches, prefix_tree
 from tests.engines.slow_proxy import slow_proxy
-from tests.engines.store import Store, connector_options, free_port, running_store
+from tests.engines.store import Store, connector_options, running_store
 
 pytestmark = [pytest.mark.engines_full, pytest.mark.timeout(900)]
 PROXY_BYTES_PER_S = 50_000.0

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.engines.conftest import Engines, Reference
 from tests.engines.engine import Engine, await_true
 from tests.engines.messages import Json, Moment, Prompt
 from tests.engines.multi_models import RANK, make_adapter
 from tests.engines.prompts import batches, prefix_tree, shared_prefixes, unrelated
-from tests.engines.store import Store, every_key, free_port, object_keys, running_store, tier_options
+from tests.engines.store import Store, every_key, object_keys, running_store, tier_options
 from tests.engines.tier_models import MODELS
 
 pytestmark = pytest.mark.timeout(300)

@@ -28,6 +28,7 @@ import numpy as np
 from botocore.exceptions import BotoCoreError, ClientError
 from tqdm import tqdm
 
+from bench.beds.processes import free_port
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
@@ -36,7 +37,7 @@ from nixl_client.fetch.layer_fetch import LayerFetch
 from objectcache.calibration.origin import describe_commit, describe_machine
 from tests.support.chunks import make_chunks
 from tests.support.clusters import Cluster, Process, cluster
-from tests.support.etcd import EtcdServer, free_port
+from tests.support.etcd import EtcdServer
 from tests.support.networks import Host, Network, NoNetworksError, network
 from tests.support.requests import OWNER, s3_client
 from tests.support.servers import CONFIG

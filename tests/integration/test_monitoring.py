@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from bench.beds.processes import free_port
 from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, MetricKind
-from tests.support.etcd import free_port
 from tests.support.servers import CONFIG, Stack, stack
 from tests.support.tree import repository
 from tests.support.waiting import eventually

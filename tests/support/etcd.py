@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import urllib.error
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.beds.processes import free_port
 from tests.support.waiting import eventually
 
 
@@ -123,10 +123,3 @@ def require_program(name: str, package: str) -> None:
     """Skip the test where a program is not there."""
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed: apt-get install {package}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
