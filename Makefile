@@ -32,7 +32,7 @@ demo: $(STAMP)
 
 # an orchestrator in front of two vLLM engines: register, route, fail
 demo-orchestrator: $(STAMP) engines
-	$(BIN)/python -m bench.experiments.orchestrator.demo
+	$(BIN)/python -m bench.experiments.orchestrator_demo
 
 # files of tests are shared out among processes in their order, so that all end at about the same time;
 # `make test PROCESSES=1` runs one test after the other

@@ -13,15 +13,15 @@ from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
 from bench.experiments.lmcache import LMCACHE_CHUNKS
-from bench.experiments.orchestrator.run import ORCHESTRATOR
-from bench.experiments.replacing import REPLACING
 from bench.experiments.s3.run import S3
 from bench.experiments.sglang import SGLANG_PAGES
 from bench.experiments.upstream import UPSTREAM
+from bench.paper.compression.replacing import REPLACING
 from bench.paper.compression.run import COMPRESSION
 from bench.paper.device.copies import COPIES
 from bench.paper.device.recompute import RECOMPUTE
 from bench.paper.ladder.run import LADDER
+from bench.paper.orchestrator.run import ORCHESTRATOR
 from bench.paper.overlap.run import OVERLAP
 from bench.paper.scheduler.run import SCHEDULER
 from bench.paper.tiers.run import TIERS

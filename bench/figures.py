@@ -34,14 +34,14 @@ from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.growth import show as growth
 from bench.experiments.lmcache import show as lmcache
-from bench.experiments.orchestrator.run import show as orchestrator
-from bench.experiments.replacing import show as replacing
 from bench.experiments.s3.results import show as s3
 from bench.experiments.upstream import show as upstream
+from bench.paper.compression.replacing import show as replacing
 from bench.paper.compression.run import show as compression
 from bench.paper.device.copies import show as copies
 from bench.paper.device.recompute import show as recompute
 from bench.paper.ladder.run import show as ladder
+from bench.paper.orchestrator.run import show as orchestrator
 from bench.paper.overlap.run import show as overlap
 from bench.paper.scheduler.cells import show as scheduler
 from bench.paper.tiers.show import show as tiers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.cli import run
-from bench.experiments.replacing import (
+from bench.paper.compression.replacing import (
     DEFAULT_CODECS,
     EXACT_BYTES,
     HOME_BYTES_PER_S,

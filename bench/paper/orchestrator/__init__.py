@@ -1,1 +1,1 @@
-"""The tables of the control plane: its latency model, and serving, simulated and with real engines."""
+"""`bench orchestrator`: the control plane's latency model, and serving, simulated and with real engines."""

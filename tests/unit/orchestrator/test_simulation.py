@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.experiments.orchestrator.shared import ENGINE as SHARED_ENGINE
-from bench.experiments.orchestrator.shared import shared_beginning
+from bench.paper.orchestrator.shared import ENGINE as SHARED_ENGINE
+from bench.paper.orchestrator.shared import shared_beginning
 from objectcache.orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
 from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.simulation import (

@@ -1,4 +1,4 @@
-"""Two vLLM engines over one store, and an orchestrator: `python -m bench.experiments.orchestrator.demo`.
+"""Two vLLM engines over one store, and an orchestrator: `python -m bench.experiments.orchestrator_demo`.
 
 SmolLM2 answers questions about a document. An engine is registered while it runs, requests go where their prefix is,
 and an engine that is killed costs a second attempt.

@@ -15,10 +15,10 @@ from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, interval
 from bench.core.show import Json, Section, table, targets
-from bench.experiments.orchestrator.cost import decisions, etcd_times, metadata_times, streams
-from bench.experiments.orchestrator.shared import live_shared, simulated_shared
+from bench.paper.orchestrator.cost import decisions, etcd_times, metadata_times, streams
 from bench.paper.orchestrator.live import WrongTokensError, live, live_bed, serving
 from bench.paper.orchestrator.model import model
+from bench.paper.orchestrator.shared import live_shared, simulated_shared
 from bench.paper.orchestrator.simulated import regret, simulated
 from objectcache.calibration.samples import spread
 from objectcache.orchestrator.rules.policies import PolicyName
