@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.caller import caller_of
 from objectcache.adapters.deadlines import (
     HEAD_BYTES_MAX,
     ConnectionLimits,
@@ -113,8 +114,8 @@ class Connection(InPieces, web.RequestHandler):
     """One client's connection."""
 
     __slots__ = (
-        "_body", "_body_watch", "_check", "_clock", "_http", "_is_broken", "_length", "_limited", "_waiting", "_watch",
-        "_wire",
+        "_body", "_body_watch", "_caller", "_check", "_clock", "_http", "_is_broken", "_length", "_limited", "_waiting",
+        "_watch", "_wire",
     )  # fmt: skip
 
     def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
@@ -133,6 +134,7 @@ class Connection(InPieces, web.RequestHandler):
         self._clock = loop
         self._watch = ConnectionWatch(server.deadlines)
         self._wire: asyncio.Transport | None = None
+        self._caller: object = self
         self._check: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
         self._body_watch = BodyWatch()
@@ -141,8 +143,17 @@ class Connection(InPieces, web.RequestHandler):
         self._waiting = WaitingBytes(server.turns)
         self._is_broken = False
 
+    @property
+    def group(self) -> object:
+        """The caller: a client with a thousand connections has one turn. A peer at a Unix socket has no address, and is
+        a caller of its own.
+        """
+        return self._caller
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast(asyncio.Transport, transport)
+        peer = wire.get_extra_info("peername")
+        self._caller = caller_of(str(peer[0])) if isinstance(peer, tuple) else self
         server = self._limited
         server.open_count += 1
         self._wire = wire

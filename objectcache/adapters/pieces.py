@@ -112,15 +112,15 @@ class WaitingBytes:
 
 
 class InPieces(BaseProtocol):
-    """A protocol of aiohttp, whose class has `_parse` and the attribute `_waiting`."""
+    """A protocol of aiohttp, whose class has `_parse`, `group` and the attribute `_waiting`."""
 
     __slots__ = ()
     _waiting: WaitingBytes
 
     @property
     def group(self) -> object:
-        """Connections of one group have one turn together."""
-        return self
+        """Whoever is at the other end, however many connections that one has: they have one turn together."""
+        raise NotImplementedError
 
     def _parse(self, data: bytes) -> None:
         """The protocol's own `data_received`."""
