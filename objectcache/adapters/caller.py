@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Hashable, Iterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from ipaddress import IPv6Address, IPv6Network
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T", bound=Hashable)
 
 CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
 """A write waits for room, and a query for its turn, for an access key. Upkeep has none: it is a caller of its own."""
@@ -33,6 +36,63 @@ def caller_of(address: str) -> str:
     except ValueError:
         return address
     return str(parsed.ipv4_mapped or IPv6Network((int(parsed), HOST_PREFIX_BITS), strict=False))
+
+
+class ByCaller(Generic[_T]):
+    """The things that callers have, of each caller the oldest first. The caller that has most is known without a look
+    at all of them: there may be as many callers as things.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[object, OrderedDict[_T, None]] = {}
+        self._callers: dict[int, OrderedDict[object, None]] = {}
+        """The callers by the number of their things."""
+        self._most = self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[_T]:
+        """All things, caller by caller."""
+        return (each for own in self._own.values() for each in own)
+
+    def count(self, caller: object) -> int:
+        """How many things the caller has."""
+        return len(self._own.get(caller, ()))
+
+    def most(self) -> Collection[_T]:
+        """The things of a caller that has most, the oldest first; none where nobody has any."""
+        return self._own[next(iter(self._callers[self._most]))] if self._most else ()
+
+    def add(self, caller: object, thing: _T) -> None:
+        """The caller has one more. One that it has already becomes its newest."""
+        own = self._own.setdefault(caller, OrderedDict())
+        before = len(own)
+        own[thing] = None
+        own.move_to_end(thing)
+        self._has_now(caller, before, len(own))
+
+    def remove(self, caller: object, thing: _T) -> None:
+        """The caller has it no more; nothing happens where that is so already."""
+        own = self._own.get(caller)
+        if own is None or thing not in own:
+            return
+        del own[thing]
+        if not own:
+            del self._own[caller]
+        self._has_now(caller, len(own) + 1, len(own))
+
+    def _has_now(self, caller: object, before: int, count: int) -> None:
+        if count == before:
+            return
+        self._count += count - before
+        if before:
+            del self._callers[before][caller]
+            if not self._callers[before]:
+                del self._callers[before]
+        if count:
+            self._callers.setdefault(count, OrderedDict())[caller] = None
+        self._most = max(count, self._most if self._most in self._callers else before - 1)
 
 
 class CallerTurns:

@@ -12,6 +12,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, cast
 
 from aiohttp import HttpVersion11, StreamReader, web
@@ -19,7 +20,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from objectcache.adapters.caller import caller_of
+from objectcache.adapters.caller import ByCaller, caller_of
 from objectcache.adapters.deadlines import (
     HEAD_BYTES_MAX,
     ConnectionLimits,
@@ -40,6 +41,14 @@ FILES_FRACTION = 0.5
 """Connections take no more than this fraction of the open files that the host allows; the rest is for stored files,
 engines and peers.
 """
+FEW_FRACTION = 1 / 64
+"""A caller with fewer bodies under way than this fraction of the places has few."""
+FRESH_S = 1.0
+"""A client that has just connected sends its request within this time."""
+LOOKED_AT_MAX = 64
+"""The slowest one of so many bodies ends for a caller that has few places."""
+MOMENT_S = 0.001
+"""A rate is measured over at least so long."""
 LINGER_S = 3.0
 """The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
 ENDING_S = 1.0
@@ -65,9 +74,11 @@ class LimitedServer(web.Server):
             problem = "at most %d connections, not %d: this host allows %d open files (ulimit -n)"
             _log.warning(problem, self.connections_max, limits.connections_max, files_max)
         self.limits = limits
-        self.idle: OrderedDict[Connection, None] = OrderedDict()
-        """The connections without a request, the longest idle one first."""
+        self.idle: OrderedDict[Connection, float] = OrderedDict()
+        """The connections without a request, the longest idle one first, each with the time since when it is."""
         self.slow: SlowBodies[Connection] = SlowBodies(self.connections_max)
+        self.awaited: ByCaller[Connection] = ByCaller()
+        """The connections with a request whose body has not come whole."""
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
         self.turns = ParsingTurns()
@@ -81,10 +92,15 @@ class LimitedServer(web.Server):
     def __call__(self) -> web.RequestHandler:
         return Connection(self, asyncio.get_running_loop())
 
-    def makes_place(self, now_s: float) -> bool:
-        """Whether another connection gives its place up: the longest idle one, or those whose bodies come slowest."""
-        if self.idle:
-            longest, _ = self.idle.popitem(last=False)
+    def makes_place(self, now_s: float, caller: object) -> bool:
+        """Whether another connection gives its place up to one of this caller: the longest idle one, those whose bodies
+        come slowest, or one of the caller that has most bodies under way. The last is for callers with few; others do
+        not push out who has just connected.
+        """
+        has_few = self.awaited.count(caller) < self._few
+        longest, since_s = next(iter(self.idle.items()), (None, 0.0))
+        if longest is not None and (has_few or now_s - since_s >= FRESH_S):
+            del self.idle[longest]
             longest.give_place_up()
             return True
         slowest = self.slow.slowest(now_s, lambda connection: connection.slow_rate(now_s))
@@ -93,7 +109,30 @@ class LimitedServer(web.Server):
         if slowest:
             problem = "%d connections have requests: ended %d whose bodies come at less than %d bytes/s"
             self.warnings.warn(problem, self.open_count - 1, len(slowest), LEAST_BODY_BYTES_PER_S)
-        return bool(slowest)
+        return bool(slowest) or (has_few and self._crowd_makes_place(now_s))
+
+    @property
+    def _few(self) -> int:
+        """A caller with fewer bodies under way has few places."""
+        return max(1, int(FEW_FRACTION * self.connections_max))
+
+    def _crowd_makes_place(self, now_s: float) -> bool:
+        """A caller with few places may have one of the caller that has most, if that has not few. A body counts as slow
+        only after a while, and until then a place costs its client nothing.
+        """
+        crowd = self.awaited.most()
+        if len(crowd) <= self._few:
+            return False
+        rated = {each: each.body_rate(now_s) for each in islice(crowd, LOOKED_AT_MAX)}
+        rates = {each: rate for each, rate in rated.items() if rate is not None}
+        for each in rated.keys() - rates.keys():  # the server reads no more of it now: others are to be looked at
+            self.awaited.add(each.group, each)
+        if not rates:
+            return False
+        slowest = min(rates, key=rates.__getitem__)
+        self.warnings.warn("%d connections have requests: ended one, of %d of a caller", self.open_count, len(crowd))
+        slowest.give_place_up()
+        return True
 
 
 @contextmanager
@@ -114,8 +153,8 @@ class Connection(InPieces, web.RequestHandler):
     """One client's connection."""
 
     __slots__ = (
-        "_body", "_body_watch", "_caller", "_check", "_clock", "_http", "_is_broken", "_length", "_limited", "_waiting",
-        "_watch", "_wire",
+        "_body", "_body_since_s", "_body_watch", "_caller", "_check", "_clock", "_http", "_is_broken", "_length",
+        "_limited", "_waiting", "_watch", "_wire",
     )  # fmt: skip
 
     def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
@@ -138,6 +177,7 @@ class Connection(InPieces, web.RequestHandler):
         self._check: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
         self._body_watch = BodyWatch()
+        self._body_since_s = 0.0
         self._http: web.BaseRequest | None = None
         self._length = 0
         self._waiting = WaitingBytes(server.turns)
@@ -158,23 +198,24 @@ class Connection(InPieces, web.RequestHandler):
         server.open_count += 1
         self._wire = wire
         is_full = server.open_count - server.slow.ending_count > server.connections_max
-        if is_full and not server.makes_place(self._clock.time()):
+        if is_full and not server.makes_place(self._clock.time(), self._caller):
             server.warnings.warn("%d connections have requests: refused one more", server.open_count - 1)
             wire.abort()
             return
         super().connection_made(transport)
-        server.idle[self] = None
+        server.idle[self] = self._clock.time()
         self._schedule()
 
     def give_place_up(self) -> None:
-        """Another client wants to come, and this one asks for nothing."""
+        """Another client wants to come, and this one asks for nothing, or its caller has more than others."""
+        self._limited.awaited.remove(self._caller, self)
         if self._wire is not None:
             self._wire.abort()
 
     def may_give_place_up(self, *, is_so: bool) -> None:
         """Whether another client may have this one's place, although it has a request."""
         if is_so and self._wire is not None:
-            self._limited.idle[self] = None
+            self._limited.idle[self] = self._clock.time()
         else:
             self._limited.idle.pop(self, None)
 
@@ -182,6 +223,7 @@ class Connection(InPieces, web.RequestHandler):
         self._limited.open_count -= 1
         self._limited.idle.pop(self, None)
         self._limited.slow.closed(self)
+        self._limited.awaited.remove(self._caller, self)
         self._wire = None
         if self._check is not None:
             self._check.cancel()
@@ -194,8 +236,18 @@ class Connection(InPieces, web.RequestHandler):
         body, http = self._body, self._http
         if body is None or http is None or body.is_eof():
             return self._body_watch.slow_rate(0, now_s, is_awaited=False)
-        is_awaited = not self._is_held() and not self._waiting.data and not is_held_back(http)
+        is_awaited = self.body_rate(now_s) is not None
         return self._body_watch.slow_rate(body.total_bytes, now_s, is_awaited=is_awaited)
+
+    def body_rate(self, now_s: float) -> float | None:
+        """The bytes/s at which the body has come since the request began; None where the server does not wait for it
+        now.
+        """
+        body, http = self._body, self._http
+        is_awaited = not self._is_held() and not self._waiting.data and http is not None and not is_held_back(http)
+        if not is_awaited or body is None or body.is_eof():
+            return None
+        return body.total_bytes / max(now_s - self._body_since_s, MOMENT_S)
 
     def end_slow_body(self) -> None:
         """Another client wants to come: the request is answered, and its connection closed."""
@@ -244,12 +296,17 @@ class Connection(InPieces, web.RequestHandler):
                 self._leave_body(body)
             else:  # nobody else tells its reader
                 body.set_exception(web.RequestPayloadError("the body is not well-formed"))
+        if body is not None and body.is_eof():
+            self._limited.awaited.remove(self._caller, self)
         if self._messages or (body is not None and body.is_eof()):
             self._watch.request_begun()  # what comes next is a body, or may be the rest of a head that has begun
 
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body, self._length, self._http = http.content, http.content_length or 0, http
-        self._body_watch.begun(self._clock.time())
+        self._body_since_s = self._clock.time()
+        self._body_watch.begun(self._body_since_s)
+        if not http.content.is_eof():
+            self._limited.awaited.add(self._caller, self)
         if _head_bytes(http) > self._limited.limits.header_bytes_max:
             http._message = http._message._replace(should_close=True)  # before its answer says that it goes on
         self._limited.idle.pop(self, None)
@@ -259,13 +316,14 @@ class Connection(InPieces, web.RequestHandler):
         if not self._messages:  # else a head has come, and its body may come before its handler runs
             self._watch.request_ended()
         self._http = None
+        self._limited.awaited.remove(self._caller, self)
         if self._body is not None:
             self._clock.call_soon(_drop_unread, self._body)
             if self._is_broken:
                 self._leave_body(self._body)
         self._limited.slow.note(self, None)
         if self._wire is not None:
-            self._limited.idle[self] = None
+            self._limited.idle[self] = self._clock.time()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None

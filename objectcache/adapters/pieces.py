@@ -119,7 +119,7 @@ class InPieces(BaseProtocol):
 
     @property
     def group(self) -> object:
-        """Whoever is at the other end, however many connections that one has: they have one turn together."""
+        """The peer: all connections to one peer have one turn together."""
         raise NotImplementedError
 
     def _parse(self, data: bytes) -> None:

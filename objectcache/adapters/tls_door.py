@@ -12,12 +12,13 @@ import logging
 import socket
 import ssl
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, cast
 
 from objectcache.adapters.accepting import accept
-from objectcache.adapters.caller import caller_of
+from objectcache.adapters.caller import ByCaller, caller_of
 from objectcache.adapters.limited_server import LimitedServer
 from objectcache.adapters.pieces import ParsingTurns
 from objectcache.adapters.tls_connection import TlsConnection
@@ -77,13 +78,16 @@ class TlsDoor:
         self._server = server
         self.turns = ParsingTurns()
         """Those of all connections that wait to be decrypted."""
-        self._handshakes: dict[str, OrderedDict[_Handshake, None]] = {}
-        """By caller, the oldest one first."""
+        self._handshakes: ByCaller[_Handshake] = ByCaller()
         self._lines: OrderedDict[str, deque[socket.socket]] = OrderedDict()
         """The connections that wait, by caller. Each caller has its turn after the others."""
         self._is_looking = False
-        self.handshake_count = 0
         self.waiting_count = 0
+
+    @property
+    def handshake_count(self) -> int:
+        """The handshakes under way."""
+        return len(self._handshakes)
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections of a listening socket that does not block, for ever. At the end, no handshake goes on."""
@@ -95,7 +99,7 @@ class TlsDoor:
                     accepted.close()
             self._lines.clear()
             self.waiting_count = 0
-            handshakes = [each for own in self._handshakes.values() for each in own]
+            handshakes = list(self._handshakes)
             for each in handshakes:
                 _hang_up(each.accepted)
             await asyncio.gather(*(each.task for each in handshakes if each.task is not None), return_exceptions=True)
@@ -120,28 +124,32 @@ class TlsDoor:
         """Those that wait have the places of handshakes that are late, in turns."""
         self._is_looking = False
         now_s = asyncio.get_running_loop().time()
-        late = (each for own in self._handshakes.values() for each in own if each.is_late(now_s))
+        late = (each for each in self._handshakes if each.is_late(now_s))
         for each in list(islice(late, min(GIVEN_UP_MAX, self.waiting_count))):
             self._give_up(each)
             self._start_first_of(next(iter(self._lines)))
         self._look_later()
 
     def _has_place_for(self, caller: str) -> bool:
-        """Whether a handshake of this caller may begin. Where all places are taken, it may have that of a caller that
-        has more of them.
+        """Whether a handshake of this caller may begin."""
+        return self.handshake_count < HANDSHAKES_MAX or self._another_gives_way(caller)
+
+    def _another_gives_way(self, caller: str) -> bool:
+        """Whether a handshake of the caller that has most is given up for one of this caller: a late one, or where this
+        caller has fewer the oldest one.
         """
-        if self.handshake_count < HANDSHAKES_MAX:
-            return True
-        crowd = self._crowd()
-        if len(self._handshakes.get(caller, ())) + 1 >= len(crowd):
+        crowd, now_s = self._crowd(), asyncio.get_running_loop().time()
+        has_fewer = self._handshakes.count(caller) + 1 < len(crowd)
+        looked_at = crowd if has_fewer else islice(crowd, LOOKED_AT_MAX)
+        late = next((each for each in looked_at if each.is_late(now_s)), None)
+        if late is None and not has_fewer:
             return False
-        now_s = asyncio.get_running_loop().time()
-        self._give_up(next((each for each in crowd if each.is_late(now_s)), next(iter(crowd))))
+        self._give_up(late or next(iter(crowd)))
         return True
 
-    def _crowd(self) -> OrderedDict[_Handshake, None]:
+    def _crowd(self) -> Collection[_Handshake]:
         """The handshakes of the caller that has most."""
-        return max(self._handshakes.values(), key=len)
+        return self._handshakes.most()
 
     def _taken(self, caller: str, place: int) -> socket.socket:
         """Take a connection out of its line. The caller has its next turn behind the others."""
@@ -163,13 +171,14 @@ class TlsDoor:
         return self._taken(caller, 0)
 
     def _start_first_of(self, caller: str) -> None:
-        """Where the server takes no more connections, the longest idle one gives its place up, else the oldest
-        handshake of the caller that has most.
+        """Where the server takes no more connections, and none of them gives its place up, a handshake does, or the
+        first one is refused.
         """
         accepted, server, loop = self._next_of(caller), self._server, asyncio.get_running_loop()
         is_full = self.handshake_count + server.open_count >= server.connections_max
-        if is_full and not server.makes_place(loop.time()) and self.handshake_count:
-            self._give_up(next(iter(self._crowd())))
+        if is_full and not server.makes_place(loop.time(), caller) and not self._another_gives_way(caller):
+            accepted.close()
+            return
         connection = TlsConnection(
             self.context,
             self.turns,
@@ -178,8 +187,7 @@ class TlsDoor:
             group_of=lambda _: caller,
         )
         handshake = _Handshake(accepted, caller, loop.time(), connection)
-        self._handshakes.setdefault(caller, OrderedDict())[handshake] = None
-        self.handshake_count += 1
+        self._handshakes.add(caller, handshake)
         handshake.task = loop.create_task(self._shake(handshake))
         handshake.task.add_done_callback(lambda _: self._end(handshake))
 
@@ -190,12 +198,7 @@ class TlsDoor:
             self._start_first_of(next(iter(self._lines)))
 
     def _forget(self, handshake: _Handshake) -> None:
-        own = self._handshakes.get(handshake.caller)
-        if own is not None and handshake in own:
-            del own[handshake]
-            self.handshake_count -= 1
-            if not own:
-                del self._handshakes[handshake.caller]
+        self._handshakes.remove(handshake.caller, handshake)
 
     def _give_up(self, handshake: _Handshake) -> None:
         self._forget(handshake)

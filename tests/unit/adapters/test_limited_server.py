@@ -1,17 +1,20 @@
-"""Connections of a server are parsed in turns of the callers that they are of."""
+"""Callers share the turns in which bytes are parsed, and the places for connections."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import cast
 
 import pytest
 from aiohttp import web
 
 from descriptors.errors import ObjectCacheError
+from objectcache.adapters import limited_server
 from objectcache.adapters.deadlines import ConnectionLimits
 from objectcache.adapters.limited_server import Connection, LimitedServer
 from objectcache.adapters.pieces import PIECE_BYTES
+from tests.support.waiting import until
 
 
 class Wire(asyncio.Transport):
@@ -20,12 +23,24 @@ class Wire(asyncio.Transport):
     def __init__(self, peer: object) -> None:
         super().__init__()
         self.peer = peer
+        self.is_cut = False
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return self.peer if name == "peername" else default
 
     def is_closing(self) -> bool:
-        return False
+        return self.is_cut
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+    def close(self) -> None:
+        self.is_cut = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
 
     def pause_reading(self) -> None: ...
 
@@ -36,8 +51,24 @@ def refused(error: ObjectCacheError) -> web.Response:
     return web.Response(status=error.http_status)
 
 
-async def handled(_: web.BaseRequest) -> web.Response:
+async def handled(http: web.BaseRequest) -> web.Response:
+    await http.content.read()
     return web.Response()
+
+
+async def posting(server: LimitedServer, address: str, body: bytes = b"") -> tuple[Connection, Wire]:
+    """A connection from the address. It has sent the head of a request, and so much of its body of 100 bytes."""
+    connection, wire = cast(Connection, server()), Wire((address, 1))
+    connection.connection_made(wire)
+    if not wire.is_cut:
+        connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n" + body)
+    await until(lambda: wire.is_cut or connection not in server.idle)
+    return connection, wire
+
+
+def ended(connection: Connection, wire: Wire) -> None:
+    wire.is_cut = True
+    connection.connection_lost(None)
 
 
 async def test_a_caller_with_many_connections_has_one_turn_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +88,52 @@ async def test_a_caller_with_many_connections_has_one_turn_beside_others(monkeyp
         await asyncio.sleep(0)
     first_round = ["10.0.0.1", "2001:db8::1", "10.0.0.2", "", ""]
     assert [peer[0] if peer else peer for peer in parsed[: len(first_round)]] == first_round
+
+
+async def test_the_caller_with_most_bodies_under_way_gives_a_place_to_one_with_few() -> None:
+    """Otherwise a client keeps everybody else out with requests whose bodies it holds back: for seconds none of them is
+    slow, and a new request begins anew.
+    """
+    server = LimitedServer(handled, refused, ConnectionLimits(connections_max=4))
+    crowd = [await posting(server, "10.0.0.1", bytes(count)) for count in (3, 1, 2, 4)]
+    _, sibling = await posting(server, "10.0.0.1")
+    assert sibling.is_cut
+    assert not any(wire.is_cut for _, wire in crowd)
+    other = await posting(server, "10.0.0.2")
+    assert [wire.is_cut for _, wire in crowd] == [False, True, False, False]  # the slowest one
+    assert not other[1].is_cut
+    _, second = await posting(server, "10.0.0.2")  # it has as many as is few by now
+    assert second.is_cut
+    for connection, wire in (*crowd, other):
+        ended(connection, wire)
+    assert len(server.awaited) == 0
+
+
+async def test_a_caller_with_many_bodies_under_way_pushes_nobody_out_who_has_just_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that has connected has no request for a moment, and would be the only one without."""
+    monkeypatch.setattr(limited_server, "FRESH_S", math.inf)
+    server = LimitedServer(handled, refused, ConnectionLimits(connections_max=3))
+    crowd = [await posting(server, "10.0.0.1") for _ in range(2)]
+    idle, wire = cast(Connection, server()), Wire(("10.0.0.2", 1))
+    idle.connection_made(wire)
+    _, sibling = await posting(server, "10.0.0.1")
+    assert (sibling.is_cut, wire.is_cut) == (True, False)
+    monkeypatch.setattr(limited_server, "FRESH_S", 0.0)
+    later = await posting(server, "10.0.0.1")
+    assert (later[1].is_cut, wire.is_cut) == (False, True)
+    for connection, each in (*crowd, later, (idle, wire)):
+        ended(connection, each)
+
+
+async def test_a_body_that_has_come_whole_makes_no_place() -> None:
+    server = LimitedServer(handled, refused, ConnectionLimits(connections_max=4))
+    crowd = [await posting(server, "10.0.0.1", bytes(99)) for _ in range(4)]
+    for connection, _ in crowd[:3]:
+        connection.data_received(b"x")
+    assert len(server.awaited) == 1
+    _, other = await posting(server, "10.0.0.2")
+    assert other.is_cut
+    for connection, wire in crowd:
+        ended(connection, wire)
