@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from descriptors.errors import ObjectCacheError
+from descriptors.errors import CallerError, ObjectCacheError
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import give_leave
 from objectcache.orchestrator.access import Access
@@ -115,6 +115,8 @@ class BudgetedBody:
                         raise Refusal(413, f"the body is larger than {most} bytes")
         except TimeoutError:
             raise Refusal(408, "the body did not come in time") from None
+        except CallerError as error:  # it is to make place for others
+            raise Refusal(408, error.message) from None
         except web.RequestPayloadError:
             raise Refusal(400, "the body is not well-formed") from None
         return bytes(body)
