@@ -93,35 +93,40 @@ class LimitedServer(web.Server):
         return Connection(self, asyncio.get_running_loop())
 
     def makes_place(self, now_s: float, caller: object) -> bool:
-        """Whether another connection gives its place up to one of this caller: the longest idle one, those whose bodies
-        come slowest, or one of the caller that has most bodies under way. The last is for callers with few; others do
-        not push out who has just connected.
+        """Whether another connection gives its place up to one of this caller: the longest idle one, or those whose
+        bodies come slowest. Where there are none, a caller with few bodies under way may have a place of the caller
+        with most, and one without any that of somebody who has just connected.
         """
-        has_few = self.awaited.count(caller) < self._few
-        longest, since_s = next(iter(self.idle.items()), (None, 0.0))
-        if longest is not None and (has_few or now_s - since_s >= FRESH_S):
-            del self.idle[longest]
-            longest.give_place_up()
+        if self._idle_makes_place(now_s - FRESH_S) or self._slowest_make_place(now_s):
             return True
+        count = self.awaited.count(caller)
+        has_few = count < max(1, int(FEW_FRACTION * self.connections_max))
+        return (has_few and self._crowd_makes_place(now_s, count)) or (not count and self._idle_makes_place(now_s))
+
+    def _idle_makes_place(self, until_s: float) -> bool:
+        """The longest idle connection gives its place up, if it is idle since then or longer."""
+        longest, since_s = next(iter(self.idle.items()), (None, 0.0))
+        if longest is None or since_s > until_s:
+            return False
+        del self.idle[longest]
+        longest.give_place_up()
+        return True
+
+    def _slowest_make_place(self, now_s: float) -> bool:
         slowest = self.slow.slowest(now_s, lambda connection: connection.slow_rate(now_s))
         for connection in slowest:
             connection.end_slow_body()
         if slowest:
             problem = "%d connections have requests: ended %d whose bodies come at less than %d bytes/s"
             self.warnings.warn(problem, self.open_count - 1, len(slowest), LEAST_BODY_BYTES_PER_S)
-        return bool(slowest) or (has_few and self._crowd_makes_place(now_s))
+        return bool(slowest)
 
-    @property
-    def _few(self) -> int:
-        """A caller with fewer bodies under way has few places."""
-        return max(1, int(FEW_FRACTION * self.connections_max))
-
-    def _crowd_makes_place(self, now_s: float) -> bool:
-        """A caller with few places may have one of the caller that has most, if that has not few. A body counts as slow
-        only after a while, and until then a place costs its client nothing.
+    def _crowd_makes_place(self, now_s: float, count: int) -> bool:
+        """The caller with most bodies under way gives the place of a slow one to a caller that has `count`, and fewer.
+        A body counts as slow by itself only after a while, and until then a place costs its client nothing.
         """
         crowd = self.awaited.most()
-        if len(crowd) <= self._few:
+        if count + 1 >= len(crowd):
             return False
         rated = {each: each.body_rate(now_s) for each in islice(crowd, LOOKED_AT_MAX)}
         rates = {each: rate for each, rate in rated.items() if rate is not None}
@@ -215,7 +220,7 @@ class Connection(InPieces, web.RequestHandler):
     def may_give_place_up(self, *, is_so: bool) -> None:
         """Whether another client may have this one's place, although it has a request."""
         if is_so and self._wire is not None:
-            self._limited.idle[self] = self._clock.time()
+            self._limited.idle[self] = self._clock.time() - FRESH_S
         else:
             self._limited.idle.pop(self, None)
 
