@@ -54,11 +54,25 @@ def test_what_an_engine_might_read_in_another_way_is_refused(body: bytes) -> Non
 
 @pytest.mark.parametrize(
     "content_type",
-    ["", "multipart/form-data", "multipart/form-data; boundary=x; boundary=y", "multipart/mixed; boundary=x"],
+    [
+        "",
+        "multipart/form-data",
+        "multipart/form-data; boundary=x; boundary=y",
+        "multipart/mixed; boundary=x",
+        "multipart/form-data; boundary=x\u00a0",
+        'multipart/form-data; boundary="x',
+    ],
 )
 def test_a_form_names_one_boundary(content_type: str) -> None:
     with pytest.raises(WrongFormError):
         fields_of(content_type, FIELD + END)
+
+
+@pytest.mark.parametrize(("boundary", "mark"), [("\u00e9", b"\xe9"), ("\u20ac", b"?"), ("<x>", b"<x>")])
+def test_a_boundary_has_characters_that_all_parsers_read_alike(boundary: str, mark: bytes) -> None:
+    """A header's bytes are UTF-8 for one parser and Latin-1 for another, and some take angle brackets away."""
+    with pytest.raises(WrongFormError):
+        fields_of(f"multipart/form-data; boundary={boundary}", (FIELD + END).replace(b"--x", b"--" + mark))
 
 
 @given(st.lists(st.tuples(NAMES, st.binary(max_size=50)), min_size=1, max_size=8), st.integers(1, 40))
