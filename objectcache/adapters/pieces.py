@@ -293,12 +293,17 @@ class Answers(InPieces, ResponseHandler):
         self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """A peer that hangs up has sent what waits."""
+        """A peer that hangs up has sent what waits. An answer without a length is whole only where its connection ended
+        in order: aiohttp takes any end for that of the answer.
+        """
         waiting = self._waiting
         while waiting.data and not self._is_held():
             piece, waiting.data = waiting.data[:PIECE_BYTES], waiting.data[PIECE_BYTES:]
             self._parse(piece)
         waiting.data = b""
+        payload = self._payload
+        if exc is not None and payload is not None and not payload.is_eof():
+            payload.set_exception(aiohttp.ClientPayloadError(f"the connection broke off: {type(exc).__name__}"), exc)
         super().connection_lost(exc)
 
 

@@ -154,6 +154,13 @@ class TlsConnection(asyncio.Protocol):
             self.transport.resume_reading()
         return self._is_queued
 
+    def eof_received(self) -> None:
+        """A server that ends its side without TLS's own end has been cut off, or killed: what it has sent may not be
+        all (RFC 9112, section 9.8).
+        """
+        if self._is_client and not self.is_closing:
+            self._error = ssl.SSLEOFError(ssl.SSLErrorNumber.SSL_ERROR_EOF, "the server has ended within TLS")
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closed, self.transport = True, None
         self._end_opening(exc or ConnectionResetError("the peer has hung up within the handshake"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -509,3 +511,23 @@ async def test_a_body_that_ends_with_the_connection_comes_whole() -> None:
 
     async with answering(closing) as (http, url), http.get(url) as answer:
         assert await answer.read() == BODY[: 40 * PIECE_BYTES + 3]
+
+
+async def test_an_answer_without_a_length_is_not_whole_where_its_connection_is_reset() -> None:
+    """The client has all that came by then, and cannot know that it is not all."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nthe beginning")
+        await writer.drain()
+        await began.wait()
+        wire = writer.get_extra_info("socket")
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    began = asyncio.Event()
+    async with answering(serve) as (session, url), session.get(url) as answer:
+        assert await answer.content.readany() == b"the beginning"
+        began.set()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.content.readany()

@@ -8,6 +8,8 @@ import ssl
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from objectcache.adapters.pieces import ParsingTurns
 from objectcache.adapters.tls_connection import WRITTEN_BYTES, TlsConnection
 from tests.support.certificates import certificate
@@ -135,3 +137,29 @@ async def test_a_protocol_is_told_that_bytes_were_no_tls(tmp_path: Path) -> None
     pair.connection.connection_lost(None)
     assert len(pair.heard.said) == 1
     assert issubclass(cast(type, pair.heard.said[0]), ssl.SSLError)
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+async def test_a_client_is_told_that_its_server_has_ended_without_the_end_of_tls(tmp_path: Path, has_end: bool) -> None:
+    """An answer without a length, of an engine that was killed, was taken for a whole one."""
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(*certificate(tmp_path, "wire", "127.0.0.1"))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = own.wrap_bio(incoming, outgoing, server_side=True)
+    trust = ssl.create_default_context(cafile=str(tmp_path / "wire.pem"))
+    wire, heard = Wire(), Heard()
+    connection = TlsConnection(trust, ParsingTurns(), heard, server_name="127.0.0.1")
+    connection.connection_made(wire)
+    while not connection.opened.done() or wire.parts:
+        incoming.write(b"".join(wire.parts))
+        wire.parts.clear()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.do_handshake()
+        connection.data_received(outgoing.read())
+    if has_end:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.unwrap()
+        connection.data_received(outgoing.read())
+    connection.eof_received()
+    connection.connection_lost(None)
+    assert heard.said == (["end", type(None)] if has_end else [ssl.SSLEOFError])
