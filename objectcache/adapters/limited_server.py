@@ -78,7 +78,7 @@ class LimitedServer(web.Server):
         """The connections without a request, the longest idle one first, each with the time since when it is."""
         self.slow: SlowBodies[Connection] = SlowBodies(self.connections_max)
         self.awaited: ByCaller[Connection] = ByCaller()
-        """The connections with a request whose body has not come whole."""
+        """The connections with a request whose body is not here whole."""
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
         self.turns = ParsingTurns()
@@ -128,13 +128,7 @@ class LimitedServer(web.Server):
         crowd = self.awaited.most()
         if count + 1 >= len(crowd):
             return False
-        rated = {each: each.body_rate(now_s) for each in islice(crowd, LOOKED_AT_MAX)}
-        rates = {each: rate for each, rate in rated.items() if rate is not None}
-        for each in rated.keys() - rates.keys():  # the server reads no more of it now: others are to be looked at
-            self.awaited.add(each.group, each)
-        if not rates:
-            return False
-        slowest = min(rates, key=rates.__getitem__)
+        slowest = min(islice(crowd, LOOKED_AT_MAX), key=lambda each: each.body_rate(now_s))
         self.warnings.warn("%d connections have requests: ended one, of %d of a caller", self.open_count, len(crowd))
         slowest.give_place_up()
         return True
@@ -241,18 +235,14 @@ class Connection(InPieces, web.RequestHandler):
         body, http = self._body, self._http
         if body is None or http is None or body.is_eof():
             return self._body_watch.slow_rate(0, now_s, is_awaited=False)
-        is_awaited = self.body_rate(now_s) is not None
+        is_awaited = not self._is_held() and not self._waiting.data and not is_held_back(http)
         return self._body_watch.slow_rate(body.total_bytes, now_s, is_awaited=is_awaited)
 
-    def body_rate(self, now_s: float) -> float | None:
-        """The bytes/s at which the body has come since the request began; None where the server does not wait for it
-        now.
+    def body_rate(self, now_s: float) -> float:
+        """The bytes/s at which the body has come since the request began, whoever was waited for: a client may send
+        what waits here to be parsed for long.
         """
-        body, http = self._body, self._http
-        is_awaited = not self._is_held() and not self._waiting.data and http is not None and not is_held_back(http)
-        if not is_awaited or body is None or body.is_eof():
-            return None
-        return body.total_bytes / max(now_s - self._body_since_s, MOMENT_S)
+        return 0.0 if self._body is None else self._body.total_bytes / max(now_s - self._body_since_s, MOMENT_S)
 
     def end_slow_body(self) -> None:
         """Another client wants to come: the request is answered, and its connection closed."""

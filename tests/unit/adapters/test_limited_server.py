@@ -56,12 +56,14 @@ async def handled(http: web.BaseRequest) -> web.Response:
     return web.Response()
 
 
-async def posting(server: LimitedServer, address: str, body: bytes = b"") -> tuple[Connection, Wire]:
+async def posting(
+    server: LimitedServer, address: str, body: bytes = b"", form: bytes = b"Content-Length: 100"
+) -> tuple[Connection, Wire]:
     """A connection from the address. It has sent the head of a request, and so much of its body of 100 bytes."""
     connection, wire = cast(Connection, server()), Wire((address, 1))
     connection.connection_made(wire)
     if not wire.is_cut:
-        connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n" + body)
+        connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\n" + form + b"\r\n\r\n" + body)
     await until(lambda: wire.is_cut or connection not in server.idle)
     return connection, wire
 
@@ -107,6 +109,20 @@ async def test_the_caller_with_most_bodies_under_way_gives_a_place_to_one_with_f
     for connection, wire in (*crowd, other):
         ended(connection, wire)
     assert len(server.awaited) == 0
+
+
+async def test_bytes_that_wait_to_be_parsed_keep_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send so many small chunks that they wait for long, and is waited for no more."""
+    server = LimitedServer(handled, refused, ConnectionLimits(connections_max=2))
+    crowd = [await posting(server, "10.0.0.1", form=b"Transfer-Encoding: chunked") for _ in range(2)]
+    monkeypatch.setattr(server.turns, "has_time", lambda: False)
+    for connection, _ in crowd:
+        connection.data_received(b"1\r\nx\r\n")
+    connection, other = cast(Connection, server()), Wire(("10.0.0.2", 1))
+    connection.connection_made(other)
+    assert (other.is_cut, [wire.is_cut for _, wire in crowd]) == (False, [True, False])
+    for each in (*crowd, (connection, other)):
+        ended(*each)
 
 
 async def test_a_caller_with_many_bodies_under_way_pushes_nobody_out_who_has_just_connected(
