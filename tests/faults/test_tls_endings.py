@@ -156,10 +156,12 @@ async def test_a_client_is_told_that_its_server_has_ended_without_the_end_of_tls
         with contextlib.suppress(ssl.SSLWantReadError):
             server.do_handshake()
         connection.data_received(outgoing.read())
+        await asyncio.sleep(0)
     if has_end:
         with contextlib.suppress(ssl.SSLWantReadError):
             server.unwrap()
         connection.data_received(outgoing.read())
+        await until(lambda: wire.is_closed)
     connection.eof_received()
     connection.connection_lost(None)
     assert heard.said == (["end", type(None)] if has_end else [ssl.SSLEOFError])
