@@ -40,7 +40,8 @@ from storage_server.delivery.scheduler.mode import choose_mode
 from storage_server.delivery.scheduler.profiles import compute_s
 from storage_server.delivery.transport.destination import Destination, Room, Transfer
 from storage_server.delivery.uncalibrated import UncalibratedNotes
-from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
+from storage_server.kernel.data.file_threads import FileThreads
+from storage_server.kernel.data.replaceable_threads import CallProgress
 from storage_server.kernel.shared_room import SharedRoom
 from storage_server.kernel.slow_readers import SlowReaders
 from storage_server.planning.block_checksums import checksum_bytes
@@ -461,7 +462,7 @@ class Pipeline:
             return _Gathering(payload, spans, room, copying)
         files = table.files_of(rows)
         if not self._gatherers.may_hang(files):
-            begun = self._gatherers.begin(files, partial(work, rows), ReadProgress(len(rows) * SEEK_S))
+            begun = self._gatherers.begin(files, partial(work, rows), CallProgress(len(rows) * SEEK_S))
             if begun is not None:
                 return _Gathering(payload, spans, room, begun)
         return _Gathering(payload, spans, room, asyncio.create_task(self._gather_files(table, rows, work)))
@@ -472,7 +473,7 @@ class Pipeline:
         """
         parts = by_file(rows) if self._gatherers.may_hang(table.files_of(rows)) else [rows]
         for part in parts:
-            await self._gatherers.run_on(table.files_of(part), partial(work, part), ReadProgress(len(part) * SEEK_S))
+            await self._gatherers.run_on(table.files_of(part), partial(work, part), CallProgress(len(part) * SEEK_S))
 
     def _gather(self, table: SourceTable, payload: Payload, address: int, rows: Rows, *, past_cache: bool) -> None:
         gather(self._source, table, payload, rows, address, past_cache=past_cache)

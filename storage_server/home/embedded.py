@@ -34,6 +34,7 @@ from storage_server.kernel.data.disk import Disk
 from storage_server.kernel.data.extents import FOLDER, ExtentFiles
 from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.replaceable_threads import SPARE_THREADS
 from storage_server.kernel.data.segments import Pending, Segments
 from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries
@@ -115,7 +116,7 @@ class EmbeddedStore:
             if settings.compression is None
             else ladders_of(settings.compression, settings.losses, settings.scheduler.profiles),
         )
-        self._io = IoThreads(IO_THREADS)
+        self._io = IoThreads(IO_THREADS, SPARE_THREADS)
         self._body_reads = FileThreads(IO_THREADS, IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
         self.bodies = BodyWriter(

@@ -13,8 +13,9 @@ from objectcache.adapters.threads import finished
 from storage_server.home.directory.rules.records import writer_of
 from storage_server.home.fetch.bulk_reads import Into
 from storage_server.home.rules.refusals import unreachable
-from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
+from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.open_files import OpenFiles
+from storage_server.kernel.data.replaceable_threads import CallProgress
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, in_one_file, read_object
 
 BURST_S = 0.1
@@ -101,7 +102,7 @@ class SharedRead:
         self._rate = rate
         self._threads = threads
         self._next_step = into.first_bytes
-        self._progress = ReadProgress()
+        self._progress = CallProgress()
         self._is_ended = False
         self.body: asyncio.Future[None] = asyncio.get_running_loop().create_task(self._read())
         self.body.add_done_callback(lambda body: body.cancelled() or body.exception())

@@ -56,6 +56,7 @@ from storage_server.kernel.data.buffers import BufferShare
 from storage_server.kernel.data.disk import Disk, disk_error
 from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.replaceable_threads import SPARE_THREADS
 from storage_server.kernel.data.segments import Segments
 from storage_server.kernel.data.space import Space
 from storage_server.kernel.index import queries
@@ -126,7 +127,7 @@ class SharedDirectory:
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(self._index)
-        self._io, self._beside = IoThreads(IO_THREADS), IoThreads(1)
+        self._io, self._beside = IoThreads(IO_THREADS, SPARE_THREADS), IoThreads(1)
         self._body_reads = FileThreads(READ_THREADS, READ_THREADS_OF_WRITER, writer_of)
         self._rewriting = Rewriting(self._index, writer, self._journal, self.committer, self._io)
         self._beats = Renewals("the sign of life in the shared directory", RENEWALS * upkeep.UPKEEP_S, self._beat)

@@ -25,6 +25,7 @@ from storage_server.home.s3.copied_tags import CopiedTags
 from storage_server.home.s3.turns import Turns
 from storage_server.home.service import HomeObjects
 from storage_server.kernel.data.io_threads import IoThreads
+from storage_server.kernel.data.replaceable_threads import SPARE_THREADS
 from storage_server.planning.extent import Extent
 from storage_server.planning.fair_shares import FairShares
 
@@ -54,7 +55,7 @@ class Fetches:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)
         self.landing = landing
-        self._io = IoThreads(IO_THREADS)
+        self._io = IoThreads(IO_THREADS, SPARE_THREADS)
         self._tags = CopiedTags(objects, cache, locks)
         self._ways = Ways(
             objects=objects,

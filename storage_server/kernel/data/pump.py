@@ -14,7 +14,8 @@ from descriptors.objects import ByteRange
 from descriptors.storage_api import SendSome
 from descriptors.units import MIB
 from storage_server.kernel.data.buffers import BufferPool, BufferShare
-from storage_server.kernel.data.file_threads import FileThreads, ReadProgress
+from storage_server.kernel.data.file_threads import FileThreads
+from storage_server.kernel.data.replaceable_threads import CallProgress
 
 TURN_BYTES = 16 * MIB
 PATIENCE_S = 0.03
@@ -53,7 +54,7 @@ class ExtentPump:
         self._buffers = buffers
         self._buffer: memoryview | None = None
         self._threads = threads
-        self._progress = ReadProgress()
+        self._progress = CallProgress()
         self._unsent = memoryview(b"")
 
     async def prime(self) -> None:
