@@ -230,7 +230,10 @@ class Following:
                 return found, waiting[number:]
             if name in hanging:
                 place = self._places.get(name, JournalPlace())
-                found.append(ReadJournal(name, place, problem=_HANGS, error_number=errno.ETIMEDOUT))
+                since_s = hanging[name]
+                found.append(
+                    ReadJournal(name, place, problem=_HANGS, error_number=errno.ETIMEDOUT, hangs_since_s=since_s)
+                )
                 continue
             self._thread.begin(name)
             journal = self._read_on(writers / name, budget_bytes, budget_rows)
@@ -296,7 +299,7 @@ class Following:
         journal = await self._late.threads.run_on((writer,), lambda: self._read_on(folder, STEP_BYTES, LATE_ROWS))
         is_quick = time.monotonic() - begun_s < QUICK_PART * LATE_AFTER * self._patience_s
         await self._carry_out([journal])
-        if journal.is_whole and is_quick:
+        if journal.is_whole and is_quick and self.problems.has_claim(writer):
             self._late.writers.discard(writer)
             self.problems.note_read(writer)
         return journal

@@ -303,6 +303,8 @@ class ReadJournal:
     problem: str | None = None
     error_number: int = 0
     """That of the system's error, where that is the problem."""
+    hangs_since_s: float | None = None
+    """Since when a read of it hangs, by the steady clock."""
     size: int = 0
     """How long the journal was."""
     nbytes: int = 0

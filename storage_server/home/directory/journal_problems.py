@@ -84,7 +84,7 @@ class JournalProblems:
         """Note how reading has gone; `late` writers have a problem until they are read to their ends."""
         now_s = time.monotonic()
         for journal in read:
-            self._unanswered.note(journal.writer, journal.error_number, now_s)
+            self._unanswered.note(journal.writer, journal.error_number, now_s, journal.hangs_since_s)
             if journal.problem is None:
                 if journal.writer not in late:
                     self._problems.pop(journal.writer, None)
@@ -99,6 +99,10 @@ class JournalProblems:
         if self._problems.get(writer) != _LATE:
             self._say("the journal of %s: %s", writer, _LATE)
             self._problems[writer] = _LATE
+
+    def has_claim(self, writer: str) -> bool:
+        """Whether a late journal that is read to its end may be waited for again."""
+        return self._unanswered.has_claim(writer, time.monotonic())
 
     def note_read(self, writer: str) -> None:
         """A late journal is read to its end."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -44,8 +44,8 @@ class JournalThread:
         self._on_answer = on_answer
         self._pool = ThreadPoolExecutor(1, "journals")
         self._own = threading.local()
-        self.hanging: frozenset[str] = frozenset()
-        """The writers whose journals do not answer. Replaced, and never changed: threads look at it."""
+        self.hanging: Mapping[str, float] = {}
+        """The writers whose journals do not answer, and since when. Replaced, and never changed: threads look at it."""
 
     def begin(self, writer: str) -> None:
         """This thread reads the journal of that writer from now on. Raises GivenUpError where nobody waits for it."""
@@ -92,14 +92,14 @@ class JournalThread:
     def _give_up(self, done: asyncio.Future[_T], reading: _Reading, writer: str) -> None:
         _log.warning("the journal of %s does not answer: it is read on when it does", writer)
         reading.is_given_up = True
-        self.hanging |= {writer}
+        self.hanging = {**self.hanging, writer: reading.since_s}
         self._pool.shutdown(wait=False)
         self._pool = ThreadPoolExecutor(1, "journals")
 
         def answered(done: asyncio.Future[_T]) -> None:
             if not done.cancelled():
                 done.exception()
-            self.hanging -= {writer}
+            self.hanging = {name: since_s for name, since_s in self.hanging.items() if name != writer}
             self._on_answer(writer)
 
         done.add_done_callback(answered)
