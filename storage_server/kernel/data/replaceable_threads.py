@@ -104,7 +104,7 @@ class ReplaceableThreads:
         call.action = None
         if error is None:
             call.result.cancel()
-        else:
+        elif not call.result.done():
             call.result.set_exception(error)
         return True
 
@@ -200,7 +200,7 @@ class SlowCalls:
         replaced_count = sum(call.is_replaced for call in running)
         for call in running:
             quiet_s = now_s - call.progress.at_s
-            if quiet_s < SLOW_S:
+            if quiet_s < SLOW_S or call.result.done():  # whoever waits for it may know already
                 continue
             if replaced_count < self._spare_count:
                 replaced_count += self._threads.replace(call)

@@ -201,6 +201,18 @@ async def test_a_long_read_that_goes_on_does_not_hang(reads: Reads) -> None:
     assert await reading == "bad"
 
 
+async def test_a_read_that_has_just_ended_does_not_hang(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread still counts it, and whoever has waited for it has gone: nobody would note that it has ended."""
+    (reading,) = await reads.begun_bad("bad")
+    running = reads.threads._threads.running()
+    reads.answers.set()
+    assert await reading == "bad"
+    monkeypatch.setattr(reads.threads._threads, "running", lambda: running)
+    reads.grow_quiet(HANGS_S)
+    assert not reads.threads.may_hang(["bad"])
+    assert await reads.begin("bad") == "bad"
+
+
 async def test_a_read_of_many_places_may_take_longer(reads: Reads) -> None:
     """Each may be a seek of a disk that spins, and nothing is said in between."""
     reading = reads.threads.begin(("bad",), lambda: reads._read(("bad",)), CallProgress(first_s=HANGS_S))
