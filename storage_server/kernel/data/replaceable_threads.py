@@ -58,9 +58,7 @@ class ThreadCall:
 
 
 class ReplaceableThreads:
-    """`count` threads, which take calls in `turns`. A thread whose call has been replaced ends with it. `submit` and
-    `replace` are called by one thread.
-    """
+    """`count` threads, which take calls in `turns`. A thread whose call has been replaced ends with it."""
 
     def __init__(self, count: int, name: str, turns: ThreadTurns[ThreadCall]) -> None:
         self._count = count
@@ -91,9 +89,10 @@ class ReplaceableThreads:
         """Have a thread carry the call out."""
         with self._lock:
             self._turns.put(call)
+            is_first = self._started_count < self._count
+            self._started_count += is_first
         self._words.put(True)
-        if self._started_count < self._count:
-            self._started_count += 1
+        if is_first:
             self._start()
 
     def withdraw(self, call: ThreadCall, error: BaseException | None = None) -> bool:
@@ -216,3 +215,26 @@ class SlowCalls:
         """Look no more."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+class SlowCallsThread:
+    """Has `slow` look at calls that come from any thread, in a thread of its own, which is there while calls are."""
+
+    def __init__(self, slow: SlowCalls) -> None:
+        self._slow = slow
+        self._lock = threading.Lock()
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """A call was submitted."""
+        with self._lock:
+            is_first, self._is_watching = not self._is_watching, True
+        if is_first:
+            threading.Thread(target=self._look, name="slow-calls", daemon=True).start()
+
+    def _look(self) -> None:
+        is_watching = True
+        while is_watching:
+            time.sleep(SLOW_S / 2)
+            with self._lock:
+                is_watching = self._is_watching = self._slow.look()
