@@ -39,13 +39,13 @@ class GivenBack:
         turns: ThreadTurns[ThreadCall] = ThreadTurns(TurnBounds(1, 1, 1))
         self._threads = ReplaceableThreads(1, "give-back", turns)
         self._slow = SlowCallsThread(SlowCalls(self._threads, SPARE_THREADS))
-        self._is_closed = False
         self._undeleted = deque[str]()
 
     def add(self, freed: Freed) -> None:
         """Have files deleted and holes punched."""
-        if (freed.files or freed.holes) and not self._is_closed:  # the files are swept at the next start
-            self._submit(partial(self._carry_out, freed))
+        if freed.files or freed.holes:
+            with contextlib.suppress(RuntimeError):  # closed: the files are swept at the next start
+                self._submit(partial(self._carry_out, freed))
 
     def settle(self) -> None:
         """Wait until what can be given back now is given back."""
@@ -55,7 +55,6 @@ class GivenBack:
 
     def close(self) -> None:
         """Give back what is due."""
-        self._is_closed = True
         self._threads.close()
 
     def _submit(self, action: Callable[[], None]) -> ThreadCall:

@@ -86,8 +86,10 @@ class ReplaceableThreads:
             return list(self._running)
 
     def submit(self, call: ThreadCall) -> None:
-        """Have a thread carry the call out."""
+        """Have a thread carry the call out. Raises RuntimeError behind `close`: nobody would."""
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"the threads of {self._name} are closed")
             self._turns.put(call)
             is_first = self._started_count < self._count
             self._started_count += is_first
@@ -127,7 +129,8 @@ class ReplaceableThreads:
 
     def close(self) -> None:
         """Carry out what waits, and wait for all calls."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         for _ in range(self._started_count):
             self._words.put(False)
         while threads := tuple(self._threads):  # they leave by themselves

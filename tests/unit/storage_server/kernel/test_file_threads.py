@@ -355,3 +355,11 @@ def test_a_pool_closes_while_its_threads_leave_by_themselves() -> None:
     pool.submit(call)
     assert call.result.result() == 1
     pool.close()
+
+
+def test_a_closed_pool_takes_no_call() -> None:
+    """Whoever waited for it would wait for ever, and a stop with it."""
+    pool = ReplaceableThreads(1, "reads", ThreadTurns(TurnBounds(1, 1, 1)))
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(ThreadCall("file", lambda: 1))
