@@ -198,6 +198,7 @@ class SlowCalls:
 
     def look(self) -> bool:
         """Whether any call runs or waits."""
+        is_busy = self._threads.waiting_count > 0  # first: what waits may run the next moment
         running, now_s = self._threads.running(), time.monotonic()
         replaced_count = sum(call.is_replaced for call in running)
         for call in running:
@@ -207,7 +208,7 @@ class SlowCalls:
             if replaced_count < self._spare_count:
                 replaced_count += self._threads.replace(call)
             self._note_quiet(call, quiet_s)
-        return bool(running or self._threads.waiting_count)
+        return is_busy or bool(running)
 
     def _again(self) -> None:
         self._timer = None
