@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
-from bench.experiments.cluster import CLUSTER
 from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.growth import GROWTH
@@ -16,6 +15,7 @@ from bench.experiments.lmcache import LMCACHE_CHUNKS
 from bench.experiments.s3.run import S3
 from bench.experiments.sglang import SGLANG_PAGES
 from bench.experiments.upstream import UPSTREAM
+from bench.paper.cluster.run import CLUSTER
 from bench.paper.compression.replacing import REPLACING
 from bench.paper.compression.run import COMPRESSION
 from bench.paper.device.copies import COPIES

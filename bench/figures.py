@@ -28,7 +28,6 @@ from bench.core.show import (
 )
 from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
-from bench.experiments.cluster import show as cluster
 from bench.experiments.concurrency import show as concurrency
 from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
@@ -36,6 +35,7 @@ from bench.experiments.growth import show as growth
 from bench.experiments.lmcache import show as lmcache
 from bench.experiments.s3.results import show as s3
 from bench.experiments.upstream import show as upstream
+from bench.paper.cluster.run import show as cluster
 from bench.paper.compression.replacing import show as replacing
 from bench.paper.compression.run import show as compression
 from bench.paper.device.copies import show as copies

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench.experiments.cluster import CLUSTER, split_samples
-from bench.experiments.cluster_downlinks import simulated_downlinks
-from bench.paper.cluster_figure_3 import Placed, figure_3
-from bench.paper.cluster_table_7 import Mover
+from bench.paper.cluster.downlinks import simulated_downlinks
+from bench.paper.cluster.figure_3 import Placed, figure_3
+from bench.paper.cluster.run import CLUSTER, split_samples
+from bench.paper.cluster.table_7 import Mover
 from descriptors.layout import ChunkLayout
 
 

@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.beds.clusters import Cluster
 from bench.beds.ours import Servers, target_of
 from bench.core import options
 from bench.core.experiment import Experiment, need_nixl, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled
 from bench.core.show import Json, Section, table, targets
-from bench.experiments.cluster_downlinks import simulated_downlinks
-from bench.paper.cluster_figure_3 import Placed, figure_3
-from bench.paper.cluster_table_7 import Mover, table_7
+from bench.paper.cluster.bed import Cluster
+from bench.paper.cluster.downlinks import simulated_downlinks
+from bench.paper.cluster.figure_3 import Placed, figure_3
+from bench.paper.cluster.table_7 import Mover, table_7
 from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary
