@@ -1,4 +1,4 @@
-"""What a client is told whose body is not read."""
+"""A client whose body is not read is told why."""
 
 from __future__ import annotations
 

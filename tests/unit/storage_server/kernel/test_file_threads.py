@@ -13,7 +13,7 @@ from objectcache.adapters.caller import work_for
 from storage_server.kernel.data import file_threads, replaceable_threads
 from storage_server.kernel.data.file_threads import FileThreads
 from storage_server.kernel.data.io_threads import IoThreads
-from storage_server.kernel.data.replaceable_threads import CallProgress, ReplaceableThreads, ThreadCall
+from storage_server.kernel.data.replaceable_threads import CallProgress, ReplaceableThreads, SlowCalls, ThreadCall
 from storage_server.kernel.rules.thread_turns import ThreadTurns, TurnBounds
 from storage_server.planning.extent import Extent, in_one_file
 from tests.support.waiting import until
@@ -363,3 +363,18 @@ def test_a_closed_pool_takes_no_call() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(ThreadCall("file", lambda: 1))
+
+
+async def test_the_look_at_slow_calls_goes_on_while_a_call_that_has_waited_begins() -> None:
+    """A call that began between the two looks was seen by neither, and nobody gave its place away."""
+
+    class Beginning(ReplaceableThreads):
+        waiting_count = 1  # type: ignore[assignment]
+
+        def running(self) -> list[ThreadCall]:
+            self.waiting_count = 0
+            return []
+
+    threads = Beginning(1, "reads", ThreadTurns(TurnBounds(1, 1, 1)))
+    assert SlowCalls(threads, 1).look()
+    threads.close()
